@@ -104,7 +104,7 @@ def test_a_server_that_reuses_prefixes_is_told_so_and_by_how_much(doctor: Any) -
     assert "measuring, 5 of 5" in err
 
 
-def test_a_server_that_does_not_gains_nothing(doctor: Any) -> None:
+def test_a_server_without_prefix_cache_gains_nothing(doctor: Any) -> None:
     _, out, _ = doctor(Server(reuses=False))
     assert "gains nothing here" in " ".join(out.split())
 

@@ -279,7 +279,7 @@ def test_an_interrupted_close_of_a_portal_may_be_repeated(monkeypatch: pytest.Mo
     lives.close()
 
 
-def test_two_that_are_the_first_at_once_start_their_pipeline_in_one_loop() -> None:
+def test_two_threads_that_are_first_at_once_start_their_pipeline_in_one_loop() -> None:
     both = threading.Barrier(2)
 
     class Meeting(Pipeline):

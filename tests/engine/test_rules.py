@@ -284,7 +284,7 @@ def test_late_binding_puts_off_prompts_that_may_wait_while_a_step_computes(is_ea
     assert planned([complete("asked")], long, LateBinding(lambda: is_early, long)).is_put_off is is_early
 
 
-def test_a_plan_tells_who_gets_nothing_and_which_rule_held_it_back() -> None:
+def test_a_plan_names_the_requests_held_back_and_the_rule_that_did_so() -> None:
     def holds(order: Sequence[RequestView], *rules: Rule, num_free: int = 1_000) -> dict[str, str]:
         made = plan(order, list, BUDGET, Blocks(num_free), RuleList(rules), reports_holds=True)
         return dict(made.holds)

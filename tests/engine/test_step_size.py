@@ -136,7 +136,7 @@ def test_planning_late_costs_no_more_than_it_gains() -> None:
 
 
 @pytest.mark.parametrize("num_waiting", [1, 4, 20])
-def test_no_other_length_costs_those_who_wait_and_those_who_come_less(num_waiting: int) -> None:
+def test_the_best_length_of_a_step_costs_less_than_a_shorter_or_longer_one(num_waiting: int) -> None:
     costs = StepCosts(overhead=570, arrivals_per_token=5e-5)
 
     def cost(num_tokens: float) -> float:

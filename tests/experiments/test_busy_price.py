@@ -29,7 +29,7 @@ def queries(workload: str) -> tuple[TracedQuery, ...]:
 
 @pytest.mark.parametrize("sending", SENDINGS)
 @pytest.mark.parametrize("workload", ["crawler", "anns-last"])
-def test_the_last_context_and_its_time_stay(workload: str, sending: Sending) -> None:
+def test_delayed_sending_keeps_the_last_context_and_the_end_of_retrieval(workload: str, sending: Sending) -> None:
     for query in queries(workload):
         later = sent(query, sending)
         assert later.end_s == query.end_s

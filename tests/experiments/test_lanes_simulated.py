@@ -250,7 +250,7 @@ def test_tables_are_markdown_and_name_the_step_budget():
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1, table
 
 
-def test_more_engines_have_no_arms(monkeypatch):
+def test_many_engines_are_simulated_without_arms(monkeypatch):
     monkeypatch.setattr(lanes_simulated, "MOST_WITH_ARMS", 1)
     rows = rows_of(Cell("crawler", 10, 2, 2))
     assert {(row.router, row.rule) for row in rows} == {ARMS[0]}

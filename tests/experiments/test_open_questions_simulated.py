@@ -5,7 +5,7 @@ from open_questions_simulated import GROUPS, NUM_PASSAGES, PASSAGE_GAP_S, WAYS, 
 from streamrag.bench.virtual_time import run_virtual
 
 
-def test_only_who_listens_pays_with_tokens_and_all_are_answered_after_their_retrieval() -> None:
+def test_only_listening_costs_unused_tokens_and_answers_follow_retrieval() -> None:
     rows = {}
     for way in WAYS:
         answers, busy_s = run_virtual(serve(1.0, "other", way, 1, 4))

@@ -38,7 +38,7 @@ def test_a_survivor_has_its_new_score() -> None:
     assert UpdateMode("stable").fold((replace(A, score=0.1), B), Update((C, B, better))) == (better, B, C)
 
 
-def test_another_order_is_refused() -> None:
+def test_an_unknown_order_of_passages_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="order='score' must be 'rank' or 'stable'"):
         UpdateMode("score")  # type: ignore[arg-type]
 

@@ -68,7 +68,7 @@ def test_a_feature_that_our_scheduler_refuses_is_reported_as_refused() -> None:
     assert not list(problems_of([Row(row.tests, "refused feature", "")], ours, list(ours), [FILE]))
 
 
-def test_another_failure_does_not_hide_behind_a_row() -> None:
+def test_a_failure_other_than_its_row_says_is_a_problem() -> None:
     ours = {f"{FILE}::test_a": FAILED}
     row = Row((f"{FILE}::test_a",), ORDER, "", message="pop from an empty deque")
     (problem,) = problems_of([row], ours, list(ours), [FILE])

@@ -47,7 +47,7 @@ def test_lists_and_tables_are_read_from_texts_too() -> None:
     assert settings.server.origins == ("https://c.example",)
 
 
-def test_all_that_is_wrong_is_said_at_once_each_with_its_place(tmp_path: Path) -> None:
+def test_all_wrong_settings_are_named_at_once_each_with_its_place(tmp_path: Path) -> None:
     file = file_of(
         tmp_path,
         "[limits]\nmax_querys = 3\nmax_tokens = 0\n\n[limit]\nx = 1\n\n[server]\n# the port\nport = 'http'\n",

@@ -51,7 +51,7 @@ def test_a_little_work_is_free_and_becomes_free_again() -> None:
 
 
 @pytest.mark.parametrize("num_accounts", [1, 12, 1000])
-def test_all_that_cause_much_work_take_a_fifth_of_the_time_together(num_accounts: int) -> None:
+def test_clients_that_cause_much_work_take_a_fifth_of_the_time_together(num_accounts: int) -> None:
     clock = Clock()
     share = FairShare(clock)
     due = [(0.0, number, Account(share)) for number in range(num_accounts)]

@@ -54,7 +54,7 @@ async def test_passages_found_while_typing_are_shown_and_used_for_the_answer() -
         await expect(seen.page.locator("#spoken")).to_contain_text("It is Paris [1]")
 
 
-async def test_another_question_than_the_one_that_was_retrieved_for_is_answered_from_its_own_passages() -> None:
+async def test_a_changed_question_is_answered_from_its_own_passages() -> None:
     steps = lambda query: [Append(PARIS if "France" in query else ROME)]  # noqa: E731
     async with serving(steps, limits=AHEAD, overlap=True) as served, browsing(served.url) as seen:
         await type_text(seen, "What is the capital of Italy?")

@@ -96,7 +96,7 @@ async def test_sessions_survive_a_restart_for_their_owners(tmp_path: Path) -> No
         assert served.backend.num_requests == 0
 
 
-async def test_many_may_ask_for_a_session_of_before_at_once(tmp_path: Path) -> None:
+async def test_a_resumed_session_takes_many_requests_at_once(tmp_path: Path) -> None:
     async with kept(tmp_path) as (served, _):
         url = await opened(served)
     async with kept(tmp_path) as (served, _):

@@ -66,7 +66,7 @@ MUTANTS = (
         "self.window.token_ids, self._prompts)",
         "self.window.token_ids, self.ready.prompts)",
         0,
-        "tests/sessions/test_session.py::test_another_system_text_before_any_data",
+        "tests/sessions/test_session.py::test_a_system_text_may_be_replaced_before_any_data",
     ),
     Mutant(
         "another system text keeps the stream",

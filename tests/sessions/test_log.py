@@ -411,7 +411,7 @@ async def test_a_log_has_one_session_at_a_time(tmp_path: Path) -> None:
     assert linked.is_symlink()
 
 
-async def test_another_system_text_is_refused_and_the_same_is_not(tmp_path: Path) -> None:
+async def test_a_log_refuses_another_system_text_and_takes_the_same(tmp_path: Path) -> None:
     path = tmp_path / "log"
     async with opened(path, system="Watch."):
         pass
@@ -811,7 +811,7 @@ async def test_watches_that_come_and_go_leave_a_log_bounded(tmp_path: Path, monk
         assert sorted(resumed.watches) == ["kept"]
 
 
-async def test_no_event_has_a_number_of_before(tmp_path: Path) -> None:
+async def test_event_numbers_are_never_used_again_after_a_restart(tmp_path: Path) -> None:
     path, told = tmp_path / "log", 0
     for is_killed in (True, False, True, True, False):
         log = SessionLog(path)

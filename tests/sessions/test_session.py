@@ -204,7 +204,7 @@ async def test_an_append_that_is_cancelled_has_appended_nothing() -> None:
         assert (session.state.num_appended, session.state.num_dropped) == (5, 0)
 
 
-async def test_several_are_appended_together_or_not_at_all() -> None:
+async def test_several_chunks_are_appended_together_or_not_at_all() -> None:
     engine = Engine(answer="yes")
     async with Session(engine, max_waiting=4, max_waiting_characters=100) as session:
         assert await session.extend(["one", Chunk("two", "log")]) == 2
@@ -499,7 +499,7 @@ async def test_a_version_has_the_system_text_that_was_frozen_last_and_the_data_o
         assert lines_of(engine.asked[-1]) == [text for kind, text in texts.values() if kind == "data"]
 
 
-async def test_another_system_text_before_any_data() -> None:
+async def test_a_system_text_may_be_replaced_before_any_data() -> None:
     engine = Engine(answer="yes")
     async with Session(engine, system="Old.") as session:
         version = await session.freeze("New.")
@@ -683,7 +683,7 @@ async def test_data_of_many_sessions_do_not_keep_a_question_from_the_tokenizer(
     assert len([text for text in seen[:first] if text.startswith("data")]) == 1
 
 
-def test_all_texts_of_what_waits_count() -> None:
+def test_the_titles_and_addresses_of_waiting_chunks_count_too() -> None:
     buffer = Buffer(10, 100)
     for _ in range(3):
         buffer.append(Chunk("x", "u" * 40, "t" * 10))

@@ -162,7 +162,7 @@ async def test_a_question_pays_for_its_own_tokens_and_the_last_block(pipeline: P
     assert record.num_from_cache == state.num_tokens // BLOCK * BLOCK
 
 
-async def test_yes_or_no_is_one_token_ahead_of_being_asked(pipeline: Pipeline) -> None:
+async def test_a_watch_answers_yes_or_no_with_one_token_and_is_reused(pipeline: Pipeline) -> None:
     async with pipeline.session() as session:
         watch = session.watch("Any reading over 90?", answers=("yes", "no"), with_margin=True)
         version = await session.append("reading 1 is 95")

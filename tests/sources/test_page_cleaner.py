@@ -196,7 +196,7 @@ async def test_a_page_without_text_has_no_passages(cleaner: WorkerPool, page: st
     assert (await clean(cleaner, page))["num_passages"] == 0
 
 
-async def test_only_what_matters_for_the_query_is_kept(cleaner: WorkerPool) -> None:
+async def test_only_the_relevant_passage_of_a_page_and_its_neighbour_are_kept(cleaner: WorkerPool) -> None:
     filler = "Penguins swim well. " * 40
     page = f"<h1>Guide</h1><p>{filler}</p><h2>Tasks</h2><p>Cancelling tasks is simple: cancel the group.</p><p>{filler}"
     answer = await clean(cleaner, page, "How do I cancel a task group?")

@@ -606,7 +606,7 @@ async def test_a_query_that_is_stopped_is_stopped_in_the_server_and_its_connecti
             assert served_by == process_id
 
 
-async def test_cancelled_at_any_moment_it_leaves_nothing_active_and_no_connection_taken(dsn: str) -> None:
+async def test_a_search_cancelled_at_any_moment_leaves_no_statement_or_connection_busy(dsn: str) -> None:
     num_done = 0
     async with started(dsn, num_connections=2) as source:
         expected = await updates(source, QUERIES[0])

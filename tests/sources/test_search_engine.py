@@ -65,7 +65,9 @@ async def test_the_first_results_are_the_addresses(engine: Engine) -> None:
         ({}, {"fault": "silent"}, r"did not answer within 0\.5 s"),
     ],
 )
-async def test_another_answer_is_an_error_that_names_it(engine: Engine, body: Any, reply: Any, message: str) -> None:
+async def test_a_wrong_answer_of_a_search_engine_is_an_error_that_names_it(
+    engine: Engine, body: Any, reply: Any, message: str
+) -> None:
     engine.answers(body, **reply)
     with pytest.raises(SourceError, match=message):
         await search_engine(engine.url(), timeout_s=0.5 if reply.get("fault") == "silent" else 10)("Why?")

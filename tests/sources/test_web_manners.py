@@ -99,7 +99,7 @@ async def test_robots_txt_is_asked_about_the_page_that_a_server_may_give(site: W
     assert site.paths == ["/"]
 
 
-async def test_pages_that_redirect_to_what_is_forbidden_count(site: Website, new: NewSource) -> None:
+async def test_pages_that_redirect_to_forbidden_ones_count(site: Website, new: NewSource) -> None:
     forbid(site, "Disallow: /no")
     site.add("/", text("Emperor", *(f"/{i}" for i in range(20))))
     for i in range(20):
@@ -115,7 +115,7 @@ async def test_a_host_whose_robots_txt_fails_is_left_alone(site: Website, new: N
     assert reasons(await crawl(new())) == {"/": why}
 
 
-async def test_other_names_have_other_rules(site: Website, new: NewSource) -> None:
+async def test_a_crawler_obeys_the_rules_for_its_own_name(site: Website, new: NewSource) -> None:
     site.add("/robots.txt", "User-agent: examplebot\nDisallow: /\n")
     site.add("/", text("Emperor"))
     assert reasons(await crawl(new(user_agent="ExampleBot/2.0 (+https://example.com)"))) == {"/": DISALLOWED}

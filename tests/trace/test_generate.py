@@ -153,7 +153,7 @@ def test_the_long_window_can_be_the_last_one() -> None:
     assert describe(late).first_chunk_to_end_s.mean > 5 * describe(early).first_chunk_to_end_s.mean
 
 
-def test_another_rate_stretches_the_same_arrivals() -> None:
+def test_a_lower_rate_stretches_the_same_arrivals() -> None:
     slow, fast = crawler(200, qps=0.5), crawler(200, qps=4.0)
     assert [query.arrival_s for query in slow.queries] == pytest.approx([8 * query.arrival_s for query in fast.queries])
     assert [query.events for query in slow.queries] == [query.events for query in fast.queries]

@@ -278,7 +278,7 @@ async def test_a_status_that_is_an_error_is_raised_with_the_servers_message(
     assert len(server.requests) == (2 if status in (400, 404) else 1), "once more without asking for the usage"
 
 
-async def test_an_address_that_serves_nothing_is_told_what_most_end_in(server: Server) -> None:
+async def test_the_error_of_an_address_without_an_api_says_how_most_addresses_end(server: Server) -> None:
     server.handlers = [reply({"detail": "Not Found"}, 404)]
     with pytest.raises(ServerError, match=r"status 404: .*Not Found.*\. Most servers have addresses that end in /v1"):
         await OpenAIBackend(f"{server.url}/v2", "tiny").start(lambda line: None)

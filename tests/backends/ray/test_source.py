@@ -101,7 +101,7 @@ async def test_the_context_follows_a_replacement_replica_that_finds_other_chunks
     assert context(events) == context(again)
 
 
-async def test_two_may_be_lost_and_the_third_one_counts() -> None:
+async def test_the_third_replica_counts_after_two_are_lost() -> None:
     events = await told([Append(A), LOST], [Append(B), LOST], [Append(B), Append(D)])
     assert context(events) == (B, D)
 

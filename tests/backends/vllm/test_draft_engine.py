@@ -132,7 +132,7 @@ async def test_drafts_change_neither_where_a_stop_token_ends_an_answer_nor_its_l
         assert record.num_verified > 0
 
 
-async def test_many_drafts_at_once_beside_answers_and_drafts_of_drafts(engine: AsyncLLM) -> None:
+async def test_answers_with_drafts_are_exact_beside_drafts_of_drafts(engine: AsyncLLM) -> None:
     rng = random.Random(6)
     prompts = [tokens(rng, rng.randrange(40, 300)) for _ in range(12)]
     plain = [(await answer(engine, prompt=prompt))[0] for prompt in prompts]

@@ -53,7 +53,7 @@ def fewest_late(jobs: list[Job], after_s: float) -> int:
     return len(jobs)
 
 
-def test_no_schedule_has_fewer_late_and_the_bound_is_often_the_fewest() -> None:
+def test_no_schedule_has_fewer_late_jobs_than_the_bound_which_is_often_reached() -> None:
     rng = random.Random(17)
     differences = []
     for _ in range(60):

@@ -179,7 +179,7 @@ async def test_a_response_not_stored_or_deleted_cannot_be_retrieved() -> None:
                 await asking(kept.id)
 
 
-async def test_another_clients_responses_are_not_there() -> None:
+async def test_the_responses_of_another_client_cannot_be_found() -> None:
     async with serving(keys={"a-key": "alice", "b-key": "bob"}) as served:
         async with client_of(served, "a-key") as alice, client_of(served, "b-key") as bob:
             hers = await alice.responses.create(model="scripted", input=QUESTION)

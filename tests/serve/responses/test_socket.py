@@ -119,7 +119,7 @@ async def test_a_response_that_is_not_stored_ends_with_its_connection() -> None:
     )
 
 
-async def test_another_clients_states_are_not_there() -> None:
+async def test_the_states_of_another_client_cannot_be_found() -> None:
     async with serving(keys={"a-key": "alice", "b-key": "bob"}) as served:
         async with talking(served, "a-key") as alice, talking(served, "b-key") as bob:
             hers = await alice.prepare("One.")

@@ -115,7 +115,7 @@ def test_vllms_warnings_in_this_process_are_kept_too(log: EngineLog) -> None:
     assert log.last_lines() == "WARNING vllm.engine: a setting is ignored"
 
 
-def test_all_that_a_spawned_process_and_its_children_print_is_kept(
+def test_the_output_of_a_spawned_process_and_of_its_children_is_kept(
     log: EngineLog, capfd: pytest.CaptureFixture[str]
 ) -> None:
     python = multiprocessing.spawn.get_executable()

@@ -152,7 +152,9 @@ def test_a_request_that_names_kv_to_load_is_refused(bench: Make, params: dict[st
         ("LMCacheConnectorV1", "kv_producer", {}, False),
     ],
 )
-def test_only_nixl_tells_that_it_loads_nothing(connector: str, role: Any, extra: Any, only_sends: bool) -> None:
+def test_only_a_nixl_producer_counts_as_a_connector_that_only_sends(
+    connector: str, role: Any, extra: Any, only_sends: bool
+) -> None:
     config: Any = VllmConfig.__new__(VllmConfig)
     object.__setattr__(config, "kv_transfer_config", None)
     assert not only_sends_kv(config)

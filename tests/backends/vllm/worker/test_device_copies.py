@@ -155,6 +155,6 @@ def without(line: str, *, before: str = "") -> str:
         ),
     ],
 )
-def test_each_wait_is_needed(source: str) -> None:
+def test_each_wait_of_the_copies_is_needed(source: str) -> None:
     mutant = module_of(source)
     assert not all(is_right(mutant, seed) for seed in range(NUM_SEEDS))
