@@ -203,6 +203,7 @@ async def test_ctrl_c_that_is_ignored_stays_ignored() -> None:
         with stopped_by_ctrl_c(task):
             os.kill(os.getpid(), signal.SIGINT)
             await task
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -213,8 +213,10 @@ async def test_sessions_are_bounded_and_belong_to_their_client() -> None:
 async def test_an_unused_session_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.serve.session_store.store.SWEEP_S", 0.01)
     async with serving(limits=Limits(session_idle_s=0.05)) as served:
-        await opened(served)
-        while served.backend.num_requests:  # noqa: ASYNC110 - nobody says when
+        url = await opened(served)
+        while (await served.http.get(url)).status_code != 404:  # noqa: ASYNC110 - nobody says when
+            await asyncio.sleep(0.2)  # longer than the session may be idle: each look uses it
+        while served.backend.num_requests:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

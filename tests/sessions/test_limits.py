@@ -40,7 +40,9 @@ async def test_sessions_and_their_tokens_are_limited_per_tenant_and_in_all() -> 
 
 async def test_a_pipeline_without_limits_opens_sessions() -> None:
     async with Pipeline(ScriptedSource([]), Engine(answer="yes")) as pipeline, pipeline.session(tenant="a") as session:
-        await session.append("one")
+        assert await session.append("one") == 1
+        async with pipeline.session(tenant="a") as another:
+            assert await another.append("one") == 1
 
 
 async def test_sessions_end_with_their_pipeline() -> None:

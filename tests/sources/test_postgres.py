@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import numpy as np
+import psutil
 import psycopg
 import pytest
 from postgres_server import as_vector, execute, fill, postgres_server
@@ -696,6 +697,7 @@ async def test_words_that_take_longer_than_embedding_are_stopped(dsn: str, monke
     monkeypatch.setattr(InThisProcess, "query", until_they_sleep)
     async with started(dsn, timeout_s=1000, num_connections=1) as source:
         first, *_ = await updates(source, TEXTS[3])
+        assert not any("pg_sleep" in query for _, query in active(dsn))
     assert first.hint == Hint(num_chunks=5)
 
 
@@ -809,6 +811,7 @@ async def test_cancelling_a_search_frees_the_embedding_worker(dsn: str, tmp_path
 
 
 async def test_cancelling_the_start_leaves_no_worker_and_no_connection(dsn: str) -> None:
+    before = {*psutil.Process().children()}
     for num_steps in range(0, 60, 6):
         source = PgVectorSource(dsn, embedder=EMBEDDER)
         task = asyncio.create_task(source.start(lambda line: None))
@@ -819,7 +822,7 @@ async def test_cancelling_the_start_leaves_no_worker_and_no_connection(dsn: str)
             await task
         await source.aclose()
     count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'streamrag'"
-    await until(lambda: execute(dsn, count) == [(0,)])
+    await until(lambda: execute(dsn, count) == [(0,)] and before.issuperset(psutil.Process().children()))
 
 
 async def test_a_start_that_is_cancelled_as_it_has_seen_the_table_leaves_no_connection(

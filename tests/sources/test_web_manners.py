@@ -312,6 +312,7 @@ async def test_leaving_while_sitemaps_are_read_closes_everything(site: Website, 
     async with asyncio.timeout(20), aclosing(new(sitemaps=True).stream(QUERY)) as stream:
         await anext(stream)
         await site.until_asked("/sitemap.xml")
+    await site.until_all_closed()
 
 
 async def test_a_sitemap_that_never_comes_leaves_the_links(site: Website, new: NewSource) -> None:

@@ -249,12 +249,12 @@ RESULT = {
 
 def test_damaged_records_raise_only_errors_of_ours(tmp_path: Path) -> None:
     record = {
-        "request_id": "r", "arrival_s": 0.0, "queued_s": 0.0, "scheduled_s": 1.0, "first_kv_s": 1.0, "last_kv_s": 1.5,
-        "finished_s": 2.0, "num_prompt_tokens": 5, "num_output_tokens": 2, "num_computed": 5, "num_recomputed": 0,
-        "num_invalidated": 0, "num_from_cache": 0,
+        "request_id": "r", "outcome": "finished", "is_stream": True, "arrival_s": 0.0, "queued_s": 0.0,
+        "scheduled_s": 1.0, "first_kv_s": 1.0, "last_kv_s": 1.5, "finished_s": 2.0, "num_prompt_tokens": 5,
+        "num_output_tokens": 2, "num_computed": 5, "num_recomputed": 0, "num_invalidated": 0, "num_from_cache": 0,
     }  # fmt: skip
     path = tmp_path / "records.jsonl"
-    fuzz(200, lambda chance: mutated([json.dumps(record)] * 2, chance), path, read_records)
+    assert fuzz(200, lambda chance: mutated([json.dumps(record)] * 2, chance), path, read_records) > 2
 
 
 def test_a_damaged_manifest_raises_only_errors_of_ours(tmp_path: Path) -> None:

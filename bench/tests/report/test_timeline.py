@@ -127,7 +127,9 @@ def test_the_engine_has_a_track_of_steps_and_of_copies_each_way() -> None:
 @pytest.mark.parametrize("workload", ["crawler", "anns"])
 def test_every_event_has_the_form_that_viewers_read(workload: str) -> None:
     result = made_result(settings(workload=workload, eviction="cost"), with_steps=True)
-    TypeAdapter(TraceFile).validate_python(timeline_of(result))
+    timeline = timeline_of(result)
+    TypeAdapter(TraceFile).validate_python(timeline)
+    assert {event["ph"] for event in timeline["traceEvents"]} >= {"X", "i", "M"}
 
 
 def test_slices_of_a_track_nest() -> None:
