@@ -29,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag import Append, WebSource
-from streamrag.query.relevance import TextPassage, split_markdown
+from streamrag.core.text import TextPassage, split_markdown
 from streamrag.sources.http.robots import parse
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.pages.relevant_passages import assemble, relevant_stems, select

@@ -39,7 +39,7 @@ from rich.table import Table
 from streamrag import Chunk, HybridSource, Source, Update, VectorSource, build_index
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
-from streamrag.query.relevance import relevant_terms, terms
+from streamrag.core.text import relevant_terms, terms
 from streamrag.sources.index.index_folder import KEYWORDS, PASSAGES, passage_line
 from streamrag.sources.index.keywords import KeywordIndex, new_stem, write_keywords
 from streamrag.support.files import write_atomic

@@ -9,8 +9,8 @@ from typing import Annotated, TypeAlias
 from pydantic import Field
 
 from streamrag.core import Append, CutShort, Progress, Skipped, Source, SourceEvent, Startable, Update, part_name
+from streamrag.core.retrieval import Retrieval
 from streamrag.errors import ConfigurationError
-from streamrag.query.retrieval import Retrieval
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import Number, SecondsOrZero, validated

@@ -15,9 +15,9 @@ from contextlib import aclosing
 from typing import Self
 
 from streamrag.core import AnswerChunk, Backend, Chunk, ModelInfo, Prompt, SamplingParams
+from streamrag.core.retrieval import closing
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.query.options import Query
-from streamrag.query.retrieval import closing
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.telemetry import DraftChanged, OverlapChoice, QueryEvent
 

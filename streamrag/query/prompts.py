@@ -21,6 +21,7 @@ from streamrag.core import (
     Update,
     part_name,
 )
+from streamrag.core.retrieval import Retrieval, with_timeouts
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler
@@ -28,7 +29,6 @@ from streamrag.modes.context import Context, passage_key
 from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
 from streamrag.query.options import Query
 from streamrag.query.relevance import Relevance
-from streamrag.query.retrieval import Retrieval, with_timeouts
 from streamrag.support.messages import message_of
 from streamrag.telemetry import (
     ChunkArrived,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Mode, Prefilled, Source, part_name
+from streamrag.core.retrieval import Retrieval, closing
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError
 from streamrag.modes import AssembledPrompt
 from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
@@ -17,7 +18,6 @@ from streamrag.query.answer_chunks import AnswerChunks
 from streamrag.query.options import Query
 from streamrag.query.overlap import ALWAYS, NEVER, OverlapChooser, OverlapOutcome
 from streamrag.query.prompts import QueryPrompts
-from streamrag.query.retrieval import Retrieval, closing
 from streamrag.records import RequestRecord
 from streamrag.support.clock import Clock
 from streamrag.support.messages import message_of, type_name

@@ -18,6 +18,7 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamrag.core import AnswerChunk, Append, Backend, BackendEvent, Chunk, Prompt, SamplingParams, Update, part_name
+from streamrag.core.retrieval import Retrieval, closing
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.core.values import common_prefix_len
 from streamrag.errors import ConfigurationError
@@ -25,7 +26,6 @@ from streamrag.modes import AssembledPrompt
 from streamrag.modes.context import Context, passage_key
 from streamrag.query.answer_ahead import only
 from streamrag.query.prompts import QueryPrompts
-from streamrag.query.retrieval import Retrieval, closing
 from streamrag.support.messages import message_of
 from streamrag.support.tasks import LET_GO_S, cancel_and_wait
 from streamrag.telemetry import ContextRefreshed, RefreshSkipped, Stretch

@@ -18,12 +18,12 @@ from math import inf, isfinite
 from typing import Any, TypeAlias
 
 from streamrag.core import AnswerChunk, Backend, Prompt, SamplingParams, Tokenizer
+from streamrag.core.retrieval import closing
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.query.answer_ahead import only
 from streamrag.query.answer_chunks import AnswerChunks
 from streamrag.query.answer_stream import Emit
-from streamrag.query.retrieval import closing
 from streamrag.records import RequestRecord
 from streamrag.sessions.ingestion import Snapshot
 from streamrag.sessions.question_options import DECISIVE_MARGIN, Question

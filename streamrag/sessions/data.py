@@ -10,10 +10,10 @@ from typing import Annotated
 from pydantic import Field
 
 from streamrag.core import Backend, Chunk, Source
+from streamrag.core.retrieval import checked_chunk
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError, PipelineClosedError, SessionLogError
 from streamrag.modes import PromptTemplate
-from streamrag.query.retrieval import checked_chunk
 from streamrag.sessions.drops import DataDropped, Drops
 from streamrag.sessions.feed import append_all, check_followed
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot

@@ -6,8 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from streamrag.core import Backend, Chunk, Prefilled, Prompt, SamplingParams, common_prefix_len
+from streamrag.core.retrieval import closing
 from streamrag.errors import BackendError, PipelineClosedError, StreamRagError
-from streamrag.query.retrieval import closing
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.prompts import SessionPrompts
 from streamrag.sessions.window import Buffer, Numbered, Window, WindowChunk

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.core import Append, Chunk, CutShort, Skipped, Source, part_name
+from streamrag.core.retrieval import Retrieval
 from streamrag.errors import SourceError, StreamRagError
 from streamrag.query.options import MAX_QUERY_CHARACTERS
-from streamrag.query.retrieval import Retrieval
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel, encode_json, read_body
 from streamrag.serve.connections.sse import StreamEvent, Write

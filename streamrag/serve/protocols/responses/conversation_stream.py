@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from streamrag.core import Prefilled, Prompt, SamplingParams, Turn, common_prefix_len, part_name
+from streamrag.core.retrieval import closing
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError
 from streamrag.modes.conversation import Conversation, ConversationPrompt
 from streamrag.query.answer_chunks import AnswerChunks
-from streamrag.query.retrieval import closing
 from streamrag.serve.open_queries import OpenQuery
 from streamrag.serve.service import Service
 from streamrag.telemetry import (
