@@ -27,7 +27,7 @@ from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.bench.workload import Arriving, Tokens, fit_contexts, load_trace, longest_prompt, make_load
-from streamrag.core import AnswerChunk, ModelInfo, SamplingParams
+from streamrag.core import AnswerChunk, ModelInfo, Prompt, SamplingParams
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.query.answer_ahead import AnswerAhead
@@ -271,7 +271,7 @@ class Replay:
                     if piece.is_complete:
                         break
                     if drafts is not None:
-                        await drafts.begin(whole, ())
+                        await drafts.begin(Prompt(whole, is_complete=True), ())
                     piece = await anext(pieces)
                     prompt = prompt + piece.token_ids if piece.is_append else piece.token_ids
                     if piece.is_complete and drafts is not None:

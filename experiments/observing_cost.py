@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from streamrag import Chunk
+from streamrag import AnswerChunk, Chunk
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
@@ -39,7 +39,7 @@ def events() -> list[QueryEvent]:
         made.append(ContextChanged(0.1, number + 1, 100 * number, 90 * number, 10 * number))
         made.append(PrefillProgressed(0.2, 100 * number))
     made.append(ContextComplete(0.3, NUM_CHUNKS, 100 * NUM_CHUNKS, ()))
-    return made + [TokensGenerated(0.4, "word ", (7,), None)] * NUM_TOKENS
+    return made + [TokensGenerated(0.4, AnswerChunk("word ", (7,)))] * NUM_TOKENS
 
 
 def cost_us(observer: Observer, of_query: list[QueryEvent]) -> float:

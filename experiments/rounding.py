@@ -31,8 +31,9 @@ from rich.table import Table
 
 from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.client.processes import EngineProcesses
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
+from streamrag.backends.vllm.client.token_streams import TokenStreams
 from streamrag.bench.provenance import versions
+from streamrag.core import AnswerChunk, Prompt
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 
@@ -103,15 +104,15 @@ async def by_streaming(engine: "AsyncLLM", number: int) -> dict[str, Answer]:
     for way in (APPENDED, UPDATED):
         await engine.reset_prefix_cache()
         first, *rest = prefixes(chunks)
-        async with streams.open(first, GREEDY) as stream:
+        async with streams.open(Prompt(tuple(first)), GREEDY) as stream:
             for prompt in rest:
                 if way == UPDATED:
-                    await stream.update(prompt[: rng.randrange(len(prompt))] + chunk(rng))
+                    await stream.update(Prompt(tuple(prompt[: rng.randrange(len(prompt))] + chunk(rng))))
                     await asyncio.sleep(rng.uniform(0, MOST_GAP_S))
-                await stream.update(prompt)
+                await stream.update(Prompt(tuple(prompt)))
                 await asyncio.sleep(rng.uniform(0, MOST_GAP_S))
             await stream.finish()
-            found[way] = [pair async for e in stream if isinstance(e, StreamedTokens) for pair in pairs(e)]
+            found[way] = [pair async for e in stream if isinstance(e, AnswerChunk) for pair in pairs(e)]
     return found
 
 
