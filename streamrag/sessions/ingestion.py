@@ -102,8 +102,13 @@ class IdleStream:
             self._has_prompt.clear()
             newest = self._token_ids  # a slow engine misses the prompts in between
             num_shared = common_prefix_len(previous, newest)
-            names = {"source_name": self._name, "conversation_id": self._conversation_id}
-            yield Prompt(newest, num_shared, request_class="stream", **names)
+            yield Prompt(
+                newest,
+                num_shared,
+                source_name=self._name,
+                request_class="stream",
+                conversation_id=self._conversation_id,
+            )
             previous = newest
 
 
