@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from streamrag import SamplingParams, StreamedTokens, VllmBackend
+from streamrag import AnswerChunk, Prompt, SamplingParams, VllmBackend
 from streamrag.testing import make_tiny_llama
 
 DRAFT = "Notes: a task group waits for its tasks. A page that is still being read says:"
@@ -23,14 +23,15 @@ async def main(model: Path) -> None:
     await backend.start(print)
     try:
         encode = backend.model.tokenizer.encode
-        async with backend.streams.open(encode(DRAFT), SamplingParams(max_tokens=16, ignore_eos=True)) as stream:
+        first = Prompt(tuple(encode(DRAFT)))
+        async with backend.streams.open(first, SamplingParams(max_tokens=16, ignore_eos=True)) as stream:
             for page in PAGES:  # as they come; what is there is computed meanwhile
                 await stream.append(encode(page))
             better = DRAFT.partition(". ")[0] + "." + PAGES[0]
-            await stream.update(encode(better))  # keeps the KV of what both begin with
+            await stream.update(Prompt(tuple(encode(better))))  # keeps the KV of what both begin with
             await stream.finish(encode(QUESTION))
             async for event in stream:
-                if isinstance(event, StreamedTokens):
+                if isinstance(event, AnswerChunk):
                     print(event.text, end="", flush=True)
         print()
         if stream.record is not None:

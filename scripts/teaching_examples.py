@@ -20,7 +20,7 @@ from pathlib import Path
 from teaching_questions import is_unclear, make_question
 
 from streamrag.core import Chunk
-from streamrag.query.relevance import relevant_terms, terms
+from streamrag.core.text import relevant_terms, terms
 from streamrag.sources.index.document_passages import (
     UnusableDocumentError,
     find_documents,

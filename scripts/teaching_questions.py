@@ -3,7 +3,7 @@
 import random
 import re
 
-from streamrag.query.relevance import STOP_WORDS
+from streamrag.core.text import STOP_WORDS
 
 GAP_SHARE = 0.4
 """Of questions that leave a part of the sentence out, also where a rule fits."""

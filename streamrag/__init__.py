@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from streamrag.backends.lanes import LanesBackend as LanesBackend
     from streamrag.backends.openai import OpenAIBackend as OpenAIBackend
     from streamrag.backends.vllm import VllmBackend as VllmBackend
-    from streamrag.backends.vllm.client.token_streams import StreamedTokens as StreamedTokens
     from streamrag.backends.vllm.client.token_streams import TokenStream as TokenStream
     from streamrag.backends.vllm.client.token_streams import TokenStreams as TokenStreams
     from streamrag.core import AnswerChunk as AnswerChunk
@@ -103,7 +102,7 @@ _NAMES = {
     "streamrag.backends.lanes": "LanesBackend",
     "streamrag.backends.openai": "OpenAIBackend",
     "streamrag.backends.vllm": "VllmBackend",
-    "streamrag.backends.vllm.client.token_streams": "StreamedTokens TokenStream TokenStreams",
+    "streamrag.backends.vllm.client.token_streams": "TokenStream TokenStreams",
     "streamrag.core": (
         "AnswerChunk Append Backend BackendEvent Chunk CutShort Hint Mode ModelInfo Prefilled Progress Prompt "
         "SamplingParams Skipped Source SourceEvent Startable Tokenizer Turn Update plain_chat"

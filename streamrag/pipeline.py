@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 import warnings
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -108,8 +107,6 @@ class Pipeline:
         self._overlap_chooser = OverlapChooser()
         self._starting: asyncio.Task[None] | None = None
         self._process_id: int | None = None
-        self._claiming = threading.RLock()
-        self._claimed: asyncio.AbstractEventLoop | None = None
         self._parts = AsyncExitStack()
         self._queries: set[asyncio.Task[Answer]] = set()
         self._closing: asyncio.Task[None] | None = None
@@ -125,13 +122,6 @@ class Pipeline:
         """The event loop that the pipeline was started in, and must be used in; None before. Raises in a fork."""
         self._raise_forked()
         return self._starting.get_loop() if self._starting is not None else None
-
-    def claim(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-        """Return the event loop to use: the pipeline's own, or a running one claimed before, or `loop`. Thread-safe."""
-        with self._claiming:
-            if self._claimed is None or not self._claimed.is_running():
-                self._claimed = loop
-            return self.loop or self._claimed
 
     def stream(self, query: str, **options: Unpack[QueryOptions]) -> AnswerStream:
         """Return the answer to `query` as a stream of chunks. For the options see `QueryOptions`.

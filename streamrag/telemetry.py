@@ -7,7 +7,7 @@ Every `at_s` is in seconds since the query was submitted, on the pipeline's cloc
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from streamrag.core import Chunk, LengthUnit, TokenUsage
+from streamrag.core import AnswerChunk, Chunk, LengthUnit, TokenUsage
 from streamrag.errors import SourceError
 from streamrag.records import ChunkRecord, PreemptionRecord, RequestRecord, RestoreRecord, read_records
 
@@ -178,13 +178,28 @@ class TokensGenerated:
     """New text of the answer."""
 
     at_s: float
-    text: str
-    token_ids: tuple[int, ...]
-    """The text as tokens; empty if a server returns text only."""
-    finish_reason: str | None
-    """None until the last event of this kind."""
-    logprobs: Any = None
-    """Log-probabilities of the tokens, as in `AnswerChunk`."""
+    chunk: AnswerChunk
+    """The text with its tokens, as the backend yielded it."""
+
+    @property
+    def text(self) -> str:
+        """The text of the chunk."""
+        return self.chunk.text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The text as tokens; empty if a server returns text only."""
+        return self.chunk.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The reason for which the answer ended; None until the last event of this kind."""
+        return self.chunk.finish_reason
+
+    @property
+    def logprobs(self) -> Any:
+        """Log-probabilities of the tokens, as in `AnswerChunk`."""
+        return self.chunk.logprobs
 
 
 @dataclass(frozen=True, slots=True)

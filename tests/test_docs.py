@@ -52,7 +52,8 @@ from streamrag.testing import ScriptedBackend, ScriptedSource
 """What examples take for granted."""
 SIGNATURE = (
     "source: Source, web: Source, wiki: Source, backend: {backend}, model: str, url: str, "
-    "question_ids: list[int], page_ids: list[int], whole_prompt_ids: list[int], end_ids: list[int], database: Any"
+    "question_ids: tuple[int, ...], page_ids: list[int], whole_prompt_ids: tuple[int, ...], end_ids: list[int], "
+    "database: Any"
 )
 CONFIGURATION = """
 [mypy]

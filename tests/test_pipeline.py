@@ -50,6 +50,7 @@ from streamrag.telemetry import (
     RetrievalStarted,
     SourceFailed,
     TokensGenerated,
+    TokenUsage,
 )
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -735,3 +736,31 @@ async def test_a_pipeline_neither_starts_nor_closes_a_source_that_it_does_not_ow
     async with Pipeline(source, backend, owns_source=False):
         pass
     assert (source.is_started, backend.is_started) == (True, False)
+
+
+async def test_the_chunks_of_a_stream_are_those_that_the_backend_yields() -> None:
+    usage, rows = TokenUsage(7, 2), [{1: 0.5}]
+    chunks = [AnswerChunk("It ", (1,), prompt_logprobs=rows), AnswerChunk("is.", (2,), "stop", usage=usage)]
+
+    class Yielding(ScriptedBackend):
+        async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+            async for _ in prompts:
+                pass
+            for chunk in chunks:
+                yield chunk
+
+    async with Pipeline(ScriptedSource([]), Yielding()) as pipeline, pipeline.stream("What is it?") as stream:
+        assert [chunk async for chunk in stream] == chunks
+    assert stream.result.usage == usage
+
+
+async def test_all_prompts_of_a_query_have_its_conversation_and_one_id() -> None:
+    backend = ScriptedBackend()
+    source = ScriptedSource([Append(Chunk("Paris is in France.", "geo.md")), 0.01])
+    async with Pipeline(source, backend, overlap=True) as pipeline:
+        for _ in range(2):
+            _ = [chunk async for chunk in pipeline.stream("Where is Paris?", conversation_id="ada 7")]
+    assert {prompt.conversation_id for prompts in backend.prompts for prompt in prompts} == {"ada 7"}
+    ids = [{prompt.query_id for prompt in prompts} for prompts in backend.prompts]
+    assert [len(of_query) for of_query in ids] == [1, 1]
+    assert ids[0] != ids[1]

@@ -19,10 +19,10 @@ from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
 from streamrag.backends.vllm.client.processes import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.backends.vllm.client.stats import MeasuredStep as MeasuredStep
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams, record_of
+from streamrag.backends.vllm.client.token_streams import TokenStream, TokenStreams, record_of
 from streamrag.backends.vllm.client.vllm_errors import vllm_model_errors_translated
 from streamrag.backends.vllm.facts import EngineFacts, engine_facts
-from streamrag.core import Hint, SamplingParams
+from streamrag.core import AnswerChunk, Hint, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.records import RequestRecord
 
@@ -137,7 +137,7 @@ class EngineClient:
         Leaving the context aborts an unfinished request; without an error, the record is added to `records`.
         """
         params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
-        async with self._streams.open(token_ids, params, is_complete=is_complete) as stream:
+        async with self._streams.open(Prompt(tuple(token_ids), is_complete=is_complete), params) as stream:
             yield EngineStream(stream)
             self._add_record(query_id, stream.record)
 
@@ -189,13 +189,13 @@ class EngineStream:
 
     async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
         """Replace the prompt; with `is_complete`, have the answer sampled."""
-        await self._stream.update(token_ids, is_complete=is_complete, hint=hint)
+        await self._stream.update(Prompt(tuple(token_ids), is_complete=is_complete, hint=hint))
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
         async for event in self._stream:
-            if isinstance(event, StreamedTokens) and event.token_ids:
+            if isinstance(event, AnswerChunk) and event.token_ids:
                 yield event.token_ids
-            if isinstance(event, StreamedTokens) and event.finish_reason == "error":
+            if isinstance(event, AnswerChunk) and event.finish_reason == "error":
                 raise BackendError("the engine dropped the stream")
 
 

@@ -35,6 +35,19 @@ BLOCKED = (
 
 T = TypeVar("T")
 
+_claiming = threading.RLock()  # reentrant: garbage collection may end a portal, and begin another, in any thread
+_claimed: "weakref.WeakKeyDictionary[Pipeline, asyncio.AbstractEventLoop]" = weakref.WeakKeyDictionary()
+"""The event loop that a portal has chosen for each pipeline that is not started yet. All portals share it."""
+
+
+def claim_loop(pipeline: Pipeline, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
+    """Return the event loop to use: the pipeline's own, or a running one claimed before, or `loop`. Thread-safe."""
+    with _claiming:
+        claimed = _claimed.get(pipeline)
+        if claimed is None or not claimed.is_running():
+            _claimed[pipeline] = claimed = loop
+        return pipeline.loop or claimed
+
 
 class LoopPortal:
     """A portal that runs calls in the event loop of its tenant, which `start` starts and `aclose` stops in that loop.
@@ -66,7 +79,8 @@ class LoopPortal:
     @classmethod
     def to_pipeline(cls, pipeline: Pipeline) -> "LoopPortal":
         """Return a portal to a pipeline, which may have been started in another loop."""
-        return cls(pipeline.start, pipeline.aclose, running_in=lambda: pipeline.loop, claim=pipeline.claim)
+        claim = partial(claim_loop, pipeline)
+        return cls(pipeline.start, pipeline.aclose, running_in=lambda: pipeline.loop, claim=claim)
 
     @classmethod
     def to_source(cls, source: Source, *, is_owned: bool = True) -> "LoopPortal":

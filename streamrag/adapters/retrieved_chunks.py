@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update
+from streamrag.core.retrieval import Retrieval
 from streamrag.modes.context import Context, UpdateMode
-from streamrag.query.retrieval import Retrieval
 from streamrag.support.tasks import LET_GO_S
 
 

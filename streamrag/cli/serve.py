@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     --demo makes its files before the settings are checked.
     """
-    require_modules("serve", "starlette", "uvicorn", "sse_starlette")
+    require_modules("serve", "starlette", "uvicorn")
     from streamrag.serve.config.checks import check
     from streamrag.serve.config.layers import SECTIONS, load
     from streamrag.serve.config.toml_text import commented_defaults, effective

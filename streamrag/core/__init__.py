@@ -15,6 +15,7 @@ from streamrag.core.protocols import Source as Source
 from streamrag.core.protocols import Startable as Startable
 from streamrag.core.protocols import Tokenizer as Tokenizer
 from streamrag.core.protocols import Turn as Turn
+from streamrag.core.protocols import only as only
 from streamrag.core.protocols import part_name as part_name
 from streamrag.core.protocols import plain_chat as plain_chat
 from streamrag.core.sampling import MAX_INT as MAX_INT

@@ -1,6 +1,6 @@
 """The protocols that sources, modes, backends and tokenizers implement."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -119,6 +119,11 @@ class Backend(Protocol):
 
         :raises BackendError: the engine failed.
         """
+
+
+async def only(prompt: Prompt) -> AsyncGenerator[Prompt, None]:
+    """Yield one prompt, for `Backend.generate`."""
+    yield prompt
 
 
 def part_name(part: object) -> str:

@@ -1,7 +1,7 @@
 """The values that travel through a query: chunks, prompts, and the events of sources and backends."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from streamrag.records import RequestRecord
@@ -111,9 +111,9 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     """The whole prompt so far."""
-    num_shared: int
+    num_shared: int = 0
     """Leading tokens shared with the query's previous prompt (LCP); 0 for the first prompt."""
-    is_complete: bool
+    is_complete: bool = False
     """Whether this is the query's last prompt, which is answered."""
     hint: Hint | None = None
     """The retriever's forecast of the chunks still to come."""
@@ -124,6 +124,10 @@ class Prompt:
     draft: tuple[int, ...] = ()
     """Tokens that the answer to a complete prompt may consist of. A backend may verify them in a few steps instead of
     sampling one by one; the answer is the same. Others ignore them."""
+    conversation_id: str = ""
+    """Id of the conversation or session, whose KV a router may find by it; "" for none."""
+    query_id: str = field(default="", compare=False)
+    """Id that a query's prompts and the drafts of its answer share, so that these find the KV of those."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_shared <= len(self.token_ids)

@@ -6,8 +6,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update, part_name
+from streamrag.core.retrieval import Retrieval
 from streamrag.modes.context import passage_key
-from streamrag.query.retrieval import Retrieval
 
 
 class HeldSource:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from streamrag.query.relevance import STOP_WORDS, WORD
+from streamrag.core.text import STOP_WORDS, WORD
 from streamrag.support.validation import SecondsOrZero, validated
 
 QuestionRule: TypeAlias = Callable[[str, str], float | None]

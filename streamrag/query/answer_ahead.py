@@ -10,14 +10,15 @@ more, it is the answer, and nothing is left to compute. The answer does not depe
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Self
 
-from streamrag.core import AnswerChunk, Backend, Chunk, ModelInfo, Prompt, SamplingParams
+from streamrag.core import AnswerChunk, Backend, Chunk, ModelInfo, Prompt, SamplingParams, only
+from streamrag.core.retrieval import closing
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.query.options import Query
-from streamrag.query.retrieval import closing
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.telemetry import DraftChanged, OverlapChoice, QueryEvent
 
@@ -74,20 +75,19 @@ class AnswerAhead:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.withdraw()
 
-    async def begin(self, token_ids: tuple[int, ...], chunks: tuple[Chunk, ...], draft: tuple[int, ...] = ()) -> None:
-        """Draft the answer to the prompt `token_ids`, whose passages are `chunks`, instead of that to an earlier one.
+    async def begin(self, prompt: Prompt, chunks: tuple[Chunk, ...]) -> None:
+        """Draft the answer to a complete prompt, whose passages are `chunks`, instead of that to an earlier one.
 
-        draft: tokens to verify if there is no earlier draft.
-
-        If the prompt has not changed, its draft goes on. Returns before there are tokens. An engine that fails ends
-        the drafts, but not the query, which fails by itself if it must.
+        The draft of `prompt` is verified if there is no earlier one. If the prompt has not changed, its draft goes on.
+        Returns before there are tokens. An engine that fails ends the drafts, but not the query, which fails by itself
+        if it must.
         """
-        if token_ids == self._prompt:
+        if prompt.token_ids == self._prompt:
             return
-        self._prompt, self._finished = token_ids, ()
-        draft = await self.withdraw() or draft
+        self._prompt, self._finished = prompt.token_ids, ()
+        draft = await self.withdraw() or prompt.draft
         if not self._has_failed:
-            prompt = Prompt(self._prompt, 0, is_complete=True, request_class="draft", draft=draft)
+            prompt = replace(prompt, request_class="draft", draft=draft)
             self._task = asyncio.create_task(self._generate(prompt, chunks), name="streamrag draft")
 
     async def withdraw(self) -> tuple[int, ...]:
@@ -139,8 +139,3 @@ class AnswerAhead:
         if text != self._text and (is_finished or is_due):
             self._text, self._shown_s = text, at_s
             await self._emit(DraftChanged(at_s, text, chunks))
-
-
-async def only(prompt: Prompt) -> AsyncGenerator[Prompt, None]:
-    """Yield one prompt."""
-    yield prompt

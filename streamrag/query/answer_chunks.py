@@ -27,7 +27,7 @@ class AnswerChunks:
         if self._first_token_s is None and (chunk.token_ids or chunk.text):
             self._first_token_s = at_s
         self._chunks.append(chunk)
-        return TokensGenerated(at_s, chunk.text, chunk.token_ids, chunk.finish_reason, chunk.logprobs)
+        return TokensGenerated(at_s, chunk)
 
     def finished(self) -> dict[int, Alternative]:
         """Return the answers by their index, each joined from its chunks; those that are not finished are left out."""

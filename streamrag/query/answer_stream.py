@@ -6,11 +6,7 @@ The task never refers to its iterator, so that an iterator that is dropped is ga
 import asyncio
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from typing import Generic, Self, TypeAlias, TypeVar
-
-import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream
 
 from streamrag.core import AnswerChunk
 from streamrag.errors import StreamRagError
@@ -32,6 +28,12 @@ StartQuery: TypeAlias = Callable[[Emit], "asyncio.Task[Answer]"]
 def _ignore(event: QueryEvent) -> None: ...
 
 
+def _end(events: "asyncio.Queue[QueryEvent | None]") -> None:
+    """Wake a reader that waits for an event after the last one."""
+    if not events.full():
+        events.put_nowait(None)
+
+
 class QueryHandle(AsyncIterator[T], Generic[T]):
     """An async iterator over the items of a query, which starts with the first item that is requested.
 
@@ -45,7 +47,8 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         self._task: asyncio.Task[Answer] | None = None
         self._is_stopped = False
         self._answer: Answer | None = None
-        self._events: MemoryObjectReceiveStream[QueryEvent] | None = None
+        self._events: asyncio.Queue[QueryEvent | None] | None = None
+        """The unread events. None, which is put back, stands for the end; a full queue has none."""
 
     def observe(self, on_event: OnEvent) -> Self:
         """Call `on_event` with each event of this unstarted query, before the event can be read. Return this handle."""
@@ -67,9 +70,11 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
     def take_events(self) -> list[QueryEvent]:
         """Return the events that have not been read yet, up to `MAX_UNREAD_EVENTS`, and count them as read."""
         events: list[QueryEvent] = []
-        with suppress(anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
-            while self._events is not None:
-                events.append(self._events.receive_nowait())
+        while self._events is not None and not self._events.empty():
+            if (event := self._events.get_nowait()) is None:
+                _end(self._events)
+                break
+            events.append(event)
         return events
 
     async def aclose(self) -> None:
@@ -83,33 +88,29 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         if self._task is not None:
             self._is_stopped = self._is_stopped or not self._task.done()
             self._task.cancel()
-            self._close_events()
+            self._drop_events()
 
-    def _ensure_started(self) -> MemoryObjectReceiveStream[QueryEvent]:
-        """Start the query at the first call; return its event stream. If starting raises, the next call tries again."""
+    def _ensure_started(self) -> "asyncio.Queue[QueryEvent | None]":
+        """Start the query at the first call; return its events. If starting raises, the next call tries again."""
         if self._events is None:
-            send, self._events = anyio.create_memory_object_stream[QueryEvent](MAX_UNREAD_EVENTS)
             on_event = self._on_event
+            events: asyncio.Queue[QueryEvent | None] = asyncio.Queue(MAX_UNREAD_EVENTS)
 
             async def emit(event: QueryEvent) -> None:
                 on_event(event)
-                # A caller that has left closed the stream; the task's cancellation is on its way.
-                with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                    await send.send(event)
+                await events.put(event)
+                if events.qsize() > 1:  # the reader is behind
+                    await asyncio.sleep(0)
 
-            try:
-                self._task = self._start(emit)
-            except BaseException:
-                send.close()
-                self._close_events()
-                self._events = None
-                raise
-            self._task.add_done_callback(lambda _: send.close())
+            self._task = self._start(emit)
+            self._task.add_done_callback(lambda _: _end(events))
+            self._events = events
         return self._events
 
-    def _close_events(self) -> None:
+    def _drop_events(self) -> None:
         if self._events is not None:
-            self._events.close()
+            self.take_events()
+            _end(self._events)
 
     async def _next_event(self) -> QueryEvent:
         """Return the next event; at the end raise the query's error, or StopAsyncIteration if there is none or `aclose`
@@ -117,17 +118,19 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         events = self._ensure_started()
         assert self._task is not None
         try:
-            event = await events.receive()
-        except (anyio.EndOfStream, anyio.ClosedResourceError):
-            self._close_events()
-            if not self._is_stopped:
-                if self._task.cancelled():  # by foreign code, which must not look like a normal end
-                    raise StreamRagError(STOPPED) from None
-                self._task.result()  # raises what the query raised
-            raise StopAsyncIteration from None
+            event = None if self._task.done() and events.empty() else await events.get()
+            if not events.empty():
+                await asyncio.sleep(0)
         except BaseException:  # cancelled: do not leave the query running
             await self.aclose()
             raise
+        if event is None or self._is_stopped:
+            _end(events)
+            if not self._is_stopped:
+                if self._task.cancelled():  # by foreign code, which must not look like a normal end
+                    raise StreamRagError(STOPPED)
+                self._task.result()  # raises what the query raised
+            raise StopAsyncIteration
         if isinstance(event, Answered):
             self._answer = event.answer
         return event
@@ -147,7 +150,6 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         task = getattr(self, "_task", None)
         if task is None:
             return
-        self._close_events()
         loop = task.get_loop()
         if task.done() or loop.is_closed():
             return
@@ -171,7 +173,7 @@ class AnswerStream(QueryHandle[AnswerChunk]):
         while True:
             event = await self._next_event()
             if isinstance(event, TokensGenerated):
-                return AnswerChunk(event.text, event.token_ids, event.finish_reason, logprobs=event.logprobs)
+                return event.chunk
 
 
 class EventStream(QueryHandle[QueryEvent]):

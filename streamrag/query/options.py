@@ -73,6 +73,7 @@ class Query:
     draft: Draft = ()
     reserve_fraction: Annotated[Number, Field(ge=0, lt=1)] = RESERVE_FRACTION
     refresh: InstanceOf[AnswerRefresh] | None = None
+    conversation_id: Text = ""
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -115,6 +116,8 @@ class QueryOptions(TypedDict, total=False):
     that grows chunk by chunk; a quarter by default. With 0, chunks are added whole, in order of arrival."""
     refresh: AnswerRefresh
     """Retrieval in mid-answer, a `streamrag.refresh.Refresh`; none by default."""
+    conversation_id: str
+    """Id of the conversation, by which a router of replicas finds the one that computed the earlier turns."""
 
 
 def check_options(options: Mapping[str, object]) -> None:

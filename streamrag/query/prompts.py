@@ -1,11 +1,12 @@
 """Turn what a source retrieves for one query into prompts."""
 
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamrag.core import (
     AnswerChunk,
@@ -21,6 +22,7 @@ from streamrag.core import (
     Update,
     part_name,
 )
+from streamrag.core.retrieval import Retrieval, with_timeouts
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler
@@ -28,7 +30,6 @@ from streamrag.modes.context import Context, passage_key
 from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
 from streamrag.query.options import Query
 from streamrag.query.relevance import Relevance
-from streamrag.query.retrieval import Retrieval, with_timeouts
 from streamrag.support.messages import message_of
 from streamrag.telemetry import (
     ChunkArrived,
@@ -80,7 +81,11 @@ class QueryPrompts:
         self._retrieval = retrieval
         self.source = retrieval.source
         """The source of the query."""
-        self._source_name = part_name(retrieval.source)
+        self._origin: dict[str, Any] = {
+            "source_name": part_name(retrieval.source),
+            "conversation_id": query.conversation_id,
+            "query_id": uuid.uuid4().hex,
+        }
         self.model = model
         self._mode = mode
         self._overlap = overlap
@@ -138,12 +143,13 @@ class QueryPrompts:
                     assemble = partial(assembler.assemble, chunks, is_complete=False, is_ranked=is_ranked)
                     step = await self._in_thread(assemble)
                     await self._report(step)
-                    yield replace(step.prompt, hint=hint, source_name=self._source_name)
+                    yield replace(step.prompt, hint=hint, **self._origin)
                     if self._ahead is not None:
                         preview = partial(assembler.preview, chunks, is_ranked=is_ranked)
                         token_ids, included = await self._in_thread(preview)
                         if included:
-                            await self._ahead.begin(token_ids, included, draft)
+                            whole = Prompt(token_ids, is_complete=True, draft=draft, **self._origin)
+                            await self._ahead.begin(whole, included)
         yield await self._complete_prompt(assembler, chunks, is_ranked=is_ranked, draft=draft)
 
     async def _complete_prompt(
@@ -163,7 +169,7 @@ class QueryPrompts:
         self.num_drafted = len(draft)
         if self.answer:
             raise AnswerIsKnownError
-        return replace(step.prompt, draft=draft)
+        return replace(step.prompt, draft=draft, **self._origin)
 
     def citations(self, chunks: Sequence[Chunk]) -> tuple[Citation, ...]:
         """Return a citation of each chunk, numbered from 1, with its place in the last ranking or None."""
@@ -237,7 +243,7 @@ class QueryPrompts:
         except StreamRagError:
             raise
         except Exception as error:  # a source is foreign code: any exception means that retrieval failed
-            failure = SourceError(f"{self._source_name} failed: {type(error).__name__}: {message_of(error)}")
+            failure = SourceError(f"{part_name(self.source)} failed: {type(error).__name__}: {message_of(error)}")
             failure.__cause__ = error
             await self._record_or_raise(failure)
 

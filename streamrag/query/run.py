@@ -1,7 +1,7 @@
 """Run one query, from admission to its last token."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Mode, Prefilled, Source, part_name
+from streamrag.core.retrieval import Retrieval, closing
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError
 from streamrag.modes import AssembledPrompt
 from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
@@ -17,7 +18,6 @@ from streamrag.query.answer_chunks import AnswerChunks
 from streamrag.query.options import Query
 from streamrag.query.overlap import ALWAYS, NEVER, OverlapChooser, OverlapOutcome
 from streamrag.query.prompts import QueryPrompts
-from streamrag.query.retrieval import Retrieval, closing
 from streamrag.records import RequestRecord
 from streamrag.support.clock import Clock
 from streamrag.support.messages import message_of, type_name
@@ -199,27 +199,9 @@ class QueryRun:
         return why_not_drafted(self._query, self._backend.model, self._overlap)
 
     async def _generate(self, prompts: QueryPrompts) -> AnswerChunks:
-        """Emit prefills and answer 0's tokens; return all answers' chunks. Raise BackendError for other events."""
+        """Emit the backend's events for the prompts; return the chunks of all answers. If a draft is the answer, ignore
+        errors of the backend, and emit that."""
         chunks = AnswerChunks(self._backend.model, self._now)
-        async with aclosing(self._backend_events(prompts)) as events:
-            async for event in events:
-                if is_cancelled():  # the backend swallowed the CancelledError
-                    raise asyncio.CancelledError
-                if isinstance(event, Prefilled):
-                    await self._emit(PrefillProgressed(self._now(), event.num_tokens))
-                elif isinstance(event, AnswerChunk):
-                    generated = chunks.add(event)
-                    if event.index == 0:
-                        await self._emit(generated)
-                else:
-                    raise BackendError(
-                        f"{part_name(self._backend)} failed: it yielded {type_name(event)}, and not an AnswerChunk or "
-                        "Prefilled"
-                    )
-        return chunks
-
-    async def _backend_events(self, prompts: QueryPrompts) -> AsyncGenerator[BackendEvent, None]:
-        """Yield the backend's events for the prompts. If a draft is the answer, ignore errors and yield its chunks."""
         try:
             refresh = self._query.refresh
             backend = refresh.backend_for(prompts, self._backend) if refresh else self._backend
@@ -228,12 +210,28 @@ class QueryRun:
                 closing(backend.generate(stream, self._query.params)) as events,
             ):
                 async for event in events:
-                    yield event
+                    await self._follow(event, chunks)
         except Exception:  # AnswerIsKnownError, or whatever a backend, which is foreign code, makes of it
             if not prompts.answer:
                 raise
         for chunk in prompts.answer:
-            yield chunk
+            await self._follow(chunk, chunks)
+        return chunks
+
+    async def _follow(self, event: BackendEvent, chunks: AnswerChunks) -> None:
+        """Emit a prefill, or answer 0's tokens; add all answers' tokens to `chunks`. Raise BackendError for others."""
+        if is_cancelled():  # the backend swallowed the CancelledError
+            raise asyncio.CancelledError
+        if isinstance(event, AnswerChunk):
+            generated = chunks.add(event)
+            if event.index == 0:
+                await self._emit(generated)
+        elif isinstance(event, Prefilled):
+            await self._emit(PrefillProgressed(self._now(), event.num_tokens))
+        else:
+            raise BackendError(
+                f"{part_name(self._backend)} failed: it yielded {type_name(event)}, and not an AnswerChunk or Prefilled"
+            )
 
     def _answer(
         self,

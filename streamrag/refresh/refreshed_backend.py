@@ -17,15 +17,25 @@ from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamrag.core import AnswerChunk, Append, Backend, BackendEvent, Chunk, Prompt, SamplingParams, Update, part_name
+from streamrag.core import (
+    AnswerChunk,
+    Append,
+    Backend,
+    BackendEvent,
+    Chunk,
+    Prompt,
+    SamplingParams,
+    Update,
+    only,
+    part_name,
+)
+from streamrag.core.retrieval import Retrieval, closing
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.core.values import common_prefix_len
 from streamrag.errors import ConfigurationError
 from streamrag.modes import AssembledPrompt
 from streamrag.modes.context import Context, passage_key
-from streamrag.query.answer_ahead import only
 from streamrag.query.prompts import QueryPrompts
-from streamrag.query.retrieval import Retrieval, closing
 from streamrag.support.messages import message_of
 from streamrag.support.tasks import LET_GO_S, cancel_and_wait
 from streamrag.telemetry import ContextRefreshed, RefreshSkipped, Stretch
@@ -53,6 +63,7 @@ class RefreshedBackend:
         self._prompts = prompts
         self._backend = backend
         self.model = backend.model
+        self._conversation_id = prompts.query.conversation_id
         self._token_ids: tuple[int, ...] = ()
         self._text = ""
         self._num_retrievals = 0
@@ -90,7 +101,7 @@ class RefreshedBackend:
                         return
                 assert self._prompts.complete is not None
                 token_ids = (*self._prompts.complete.prompt.token_ids, *self._token_ids)
-                prompts = only(Prompt(token_ids, 0, is_complete=True))
+                prompts = only(Prompt(token_ids, is_complete=True, conversation_id=self._conversation_id))
         finally:
             if self._preparing is not None:
                 await cancel_and_wait([self._preparing])
@@ -230,7 +241,8 @@ class RefreshedBackend:
         """Compute the KV of a prompt up to its question, by a request of low priority whose one token is dropped."""
         token_ids, begun_s = new.step.prompt.token_ids, self._prompts.now()
         num_tokens = len(token_ids) - len(self._prompts.assembler.tail)
-        prompt = Prompt(token_ids[:num_tokens], 0, is_complete=True, request_class="stream")
+        begin, id = token_ids[:num_tokens], self._conversation_id
+        prompt = Prompt(begin, is_complete=True, request_class="stream", conversation_id=id)
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         async with aclosing(only(prompt)) as prompts, closing(self._backend.generate(prompts, params)) as events:
             async for _ in events:

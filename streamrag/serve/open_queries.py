@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +14,6 @@ from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.failures import NotAdmittedError, failure_of
 from streamrag.serve.observe.observer import Interface, Observer, QueryOutcome, ServedQuery, current_query
 from streamrag.telemetry import Answer, Answered, QueryEvent
-from streamrag.trace_context import conversation, conversation_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +63,6 @@ class OpenQuery:
             self.answer, self.is_answered = event.answer, True
         self.observer.query_event(self.query, event)
 
-    async def noted(self, events: AsyncIterator[QueryEvent]) -> AsyncGenerator[QueryEvent, None]:
-        """Yield `events`, each after it was reported."""
-        async for event in events:
-            self.note(event)
-            yield event
-
     def outcome(self, error: BaseException | None) -> QueryOutcome:
         """Return how the query ended, given the error that its block raised.
 
@@ -105,7 +98,6 @@ class OpenQueries:
         max_tokens: int = 0,
         num_prompt_tokens: int | None = None,
         deadline_s: float | None = None,
-        first_question: str | None = None,
     ) -> AsyncIterator[OpenQuery]:
         """Admit one query for the length of the block, and report its end with the error that the block raised.
 
@@ -114,7 +106,6 @@ class OpenQueries:
         max_tokens: bound on the answer's tokens.
         num_prompt_tokens: tokens of the prompt, if known.
         deadline_s: seconds until the block is cancelled; None for queries of a pipeline, which has its own deadline.
-        first_question: first question of the conversation, by which the router finds the engine with earlier turns.
 
         :raises NotAdmittedError: the query is not admitted.
         :raises PipelineClosedError: the service stops during the query.
@@ -126,7 +117,6 @@ class OpenQueries:
             opened.scope.deadline = anyio.current_time() + deadline_s
         error: BaseException | None = None
         query_token = current_query.set(opened.query)
-        conversation_token = conversation.set(conversation_of(caller.client, first_question or text))
         try:
             self._observer.query_started(opened.query)
             with opened.scope:
@@ -137,7 +127,6 @@ class OpenQueries:
             error = raised
             raise
         finally:
-            conversation.reset(conversation_token)
             current_query.reset(query_token)
             self._end(opened, error)
 

@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Unpack
 
@@ -244,18 +245,18 @@ class Service:
         params = self.cap_params(options.get("params", self.params))
         max_s = self.limits.deadline_s if source is None else self.limits.stream_s
         deadline_s = min(options.get("deadline_s", max_s), max_s)
+        conversation_id = conversation_of(caller, options.get("history", ()), text)
         effective: Any = {**self._options, **options, "params": params, "deadline_s": deadline_s}
+        effective["conversation_id"] = conversation_id
         async with AsyncExitStack() as stack:
             pipeline = self._pipeline
             if source is not None:
                 pipeline = self._make_pipeline(source)
                 stack.push_async_callback(pipeline.aclose)
             stream = pipeline.events(text, **effective)  # validates the options before the query takes a place
-            first = first_question(options.get("history", ()))
-            place = self.open(caller, interface, text, max_tokens=params.max_tokens, first_question=first)
+            place = self.open(caller, interface, text, max_tokens=params.max_tokens)
             opened = await stack.enter_async_context(place)
-            events = await stack.enter_async_context(stream)
-            yield await stack.enter_async_context(aclosing(opened.noted(events)))
+            yield await stack.enter_async_context(stream.observe(opened.note))
 
     @asynccontextmanager
     async def listen(
@@ -270,7 +271,8 @@ class Service:
         :raises StreamRagError: as `Pipeline.stream` does.
         """
         params = self.cap_params(options.get("params", self.params))
-        effective: Any = {**self._options, **options, "params": params}
+        conversation_id = conversation_of(caller, options.get("history", ()), text)
+        effective: Any = {**self._options, **options, "params": params, "conversation_id": conversation_id}
         effective.pop("deadline_s", None)
         events: list[QueryEvent] = []  # of the newest query, until they are reported
 
@@ -288,8 +290,7 @@ class Service:
 
         most = self.limits.max_retrievals_ahead
         question = self._pipeline.listen(max_retrievals=most, on_event=follow, **effective)
-        first = first_question(options.get("history", ()))
-        place = self.open(caller, "listen", text, max_tokens=params.max_tokens, first_question=first)
+        place = self.open(caller, "listen", text, max_tokens=params.max_tokens)
         async with place as opened, question:
             opened.is_asked = lambda: question.is_committed
             yield question
@@ -308,6 +309,8 @@ class Service:
         )
 
 
-def first_question(turns: Sequence[Turn]) -> str | None:
-    """Return the text of the first user turn, or None."""
-    return next((turn.text for turn in turns if turn.role == "user"), None)
+def conversation_of(caller: Caller, turns: Sequence[Turn], question: str) -> str:
+    """Return an id that all turns of a client's conversation share: a hash of its first question, which reveals nothing
+    of the text. Without a user's turn, `question` is the first."""
+    first = next((turn.text for turn in turns if turn.role == "user"), question)
+    return blake2b(f"{caller.client}\n{first}".encode(errors="replace"), digest_size=16).hexdigest()

@@ -17,13 +17,12 @@ from functools import partial
 from math import inf, isfinite
 from typing import Any, TypeAlias
 
-from streamrag.core import AnswerChunk, Backend, Prompt, SamplingParams, Tokenizer
+from streamrag.core import AnswerChunk, Backend, Prompt, RequestClass, SamplingParams, Tokenizer, only
+from streamrag.core.retrieval import closing
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.query.answer_ahead import only
 from streamrag.query.answer_chunks import AnswerChunks
 from streamrag.query.answer_stream import Emit
-from streamrag.query.retrieval import closing
 from streamrag.records import RequestRecord
 from streamrag.sessions.ingestion import Snapshot
 from streamrag.sessions.question_options import DECISIVE_MARGIN, Question
@@ -70,7 +69,10 @@ async def compute_answer(
     tokenizer, answers = snapshot.prompts.tokenizer, question.answers
     choices = await in_thread(tokenizer, partial(encode_answers, tokenizer, answers)) if answers else {}
     token_ids = await in_thread(tokenizer, partial(snapshot.prompts.complete, snapshot.token_ids, question.text))
-    prompt = _complete_prompt(token_ids, len(token_ids) - len(snapshot.token_ids))
+    is_urgent = len(token_ids) - len(snapshot.token_ids) <= MAX_URGENT_TOKENS
+    request_class: RequestClass = "session" if is_urgent else "pool"
+    conversation_id = snapshot.prompts.conversation_id
+    prompt = Prompt(token_ids, is_complete=True, request_class=request_class, conversation_id=conversation_id)
     chunks = AnswerChunks(backend.model, lambda: clock() - submitted_s)
     if choices:
         choice, record = await _choose(backend, prompt, question, choices)
@@ -85,11 +87,6 @@ async def compute_answer(
         version=snapshot.version,
         gap=gap,
     )
-
-
-def _complete_prompt(token_ids: TokenIds, num_question_tokens: int) -> Prompt:
-    is_urgent = num_question_tokens <= MAX_URGENT_TOKENS
-    return Prompt(token_ids, 0, is_complete=True, request_class="session" if is_urgent else "pool")
 
 
 async def _choose(

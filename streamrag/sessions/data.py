@@ -10,10 +10,10 @@ from typing import Annotated
 from pydantic import Field
 
 from streamrag.core import Backend, Chunk, Source
+from streamrag.core.retrieval import checked_chunk
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError, PipelineClosedError, SessionLogError
 from streamrag.modes import PromptTemplate
-from streamrag.query.retrieval import checked_chunk
 from streamrag.sessions.drops import DataDropped, Drops
 from streamrag.sessions.feed import append_all, check_followed
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
@@ -70,6 +70,7 @@ class SessionData:
         max_waiting_characters: int,
         batch_interval_s: float,
         name: str,
+        conversation_id: str,
     ) -> None:
         self._backend = backend
         self._log = log
@@ -80,6 +81,7 @@ class SessionData:
         self._slide_share = slide_share
         self._batch_interval_s = batch_interval_s
         self._name = name
+        self._conversation_id = conversation_id
         self.buffer = Buffer(max_waiting, max_waiting_characters, self._on_drop)
         self._drops = Drops()
         self._num_in_turn = 0
@@ -106,7 +108,7 @@ class SessionData:
             template = replace(template, system=contents.system)
             window_tokens = window_tokens or contents.header.window_tokens
         model = self._backend.model
-        prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, template))
+        prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, template, self._conversation_id))
         window_tokens = window_tokens or max(prompts.room * 3 // 4, 1)
         prompts.check_window(window_tokens)
         admit(window_tokens)

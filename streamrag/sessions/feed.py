@@ -4,8 +4,8 @@ from collections.abc import AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
 
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update, part_name
+from streamrag.core.retrieval import Retrieval, checked_chunk, closing
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.query.retrieval import Retrieval, checked_chunk, closing
 from streamrag.support.messages import message_of, type_name
 
 MAX_SEEN = 4096

@@ -6,8 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from streamrag.core import Backend, Chunk, Prefilled, Prompt, SamplingParams, common_prefix_len
+from streamrag.core.retrieval import closing
 from streamrag.errors import BackendError, PipelineClosedError, StreamRagError
-from streamrag.query.retrieval import closing
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.prompts import SessionPrompts
 from streamrag.sessions.window import Buffer, Numbered, Window, WindowChunk
@@ -42,9 +42,10 @@ class Snapshot:
 class IdleStream:
     """A partial prompt that stays open in the engine so that its KV cache is reused. One caller at a time."""
 
-    def __init__(self, backend: Backend, name: str) -> None:
+    def __init__(self, backend: Backend, name: str, conversation_id: str) -> None:
         self._backend = backend
         self._name = name
+        self._conversation_id = conversation_id
         self._token_ids: tuple[int, ...] = ()
         self._has_prompt = asyncio.Event()
         self._num_prefilled = 0
@@ -101,7 +102,13 @@ class IdleStream:
             self._has_prompt.clear()
             newest = self._token_ids  # a slow engine misses the prompts in between
             num_shared = common_prefix_len(previous, newest)
-            yield Prompt(newest, num_shared, is_complete=False, source_name=self._name, request_class="stream")
+            yield Prompt(
+                newest,
+                num_shared,
+                source_name=self._name,
+                request_class="stream",
+                conversation_id=self._conversation_id,
+            )
             previous = newest
 
 
@@ -215,7 +222,7 @@ class Ingestion:
         answered from it meanwhile.
         """
         if has_slid or not self._streams:
-            self._streams.append(IdleStream(self._backend, self._name))
+            self._streams.append(IdleStream(self._backend, self._name, self._prompts.conversation_id))
         try:
             await self._streams[-1].advance(snapshot.token_ids)
         except BackendError:

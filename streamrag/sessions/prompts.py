@@ -30,12 +30,15 @@ SESSION_TEMPLATE = PromptTemplate(
 class SessionPrompts:
     """The regions of a session's prompts: a frozen head, the data, and a tail for each question.
 
+    conversation_id: lets a router send all prompts of the session to the engine that holds its KV.
+
     :raises PromptTooLongError: the head alone does not fit the model's length.
     """
 
-    def __init__(self, model: ModelInfo, template: PromptTemplate) -> None:
+    def __init__(self, model: ModelInfo, template: PromptTemplate, conversation_id: str = "") -> None:
         self._model = model
         self._template = template
+        self.conversation_id = conversation_id
         self.tokenizer = model.tokenizer
         self._assembler = PromptAssembler(
             model.tokenizer, template, "?", max_model_len=model.max_model_len, max_tokens=1
@@ -60,7 +63,7 @@ class SessionPrompts:
 
     def with_system(self, system: str) -> "SessionPrompts":
         """Return the same prompts with another system text; raises PromptTooLongError as the constructor does."""
-        return SessionPrompts(self._model, replace(self._template, system=system))
+        return SessionPrompts(self._model, replace(self._template, system=system), self.conversation_id)
 
     def check_window(self, window_tokens: int) -> None:
         """Raise PromptTooLongError if head and window take all of the model's length, which leaves no question room."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypedDict
 
-from streamrag.core import Backend, SamplingParams, part_name
+from streamrag.core import AnswerChunk, Backend, SamplingParams, part_name
 from streamrag.errors import ConfigurationError
 from streamrag.query.answer_stream import Emit, StartQuery
 from streamrag.sessions.answer import compute_answer
@@ -20,7 +20,6 @@ from streamrag.sessions.tasks import SessionTasks
 from streamrag.support.messages import short_repr
 from streamrag.support.validation import Seconds, Whole, validated
 from streamrag.telemetry import Answer, Answered, Timings, TokensGenerated
-from streamrag.trace_context import conversation
 
 MAX_ANSWERS = 1024
 MAX_ANSWER_BYTES = 4_000_000
@@ -47,7 +46,6 @@ class AskOptions(TypedDict, total=False):
 class Questions:
     """Answers the questions of one session, each from the newest version that is computed.
 
-    conversation_id: lets a router send all questions to the engine that holds the session's KV.
     find_ahead: returns the answer to a watched question and version; None if there is none.
     """
 
@@ -57,14 +55,12 @@ class Questions:
         data: SessionData,
         tasks: SessionTasks,
         *,
-        conversation_id: str,
         clock: Callable[[], float],
         find_ahead: Callable[[Question, int], Answer | None],
     ) -> None:
         self._backend = backend
         self._data = data
         self._tasks = tasks
-        self._conversation_id = conversation_id
         self._clock = clock
         self._find_ahead = find_ahead
         self.cache = AnswerCache(MAX_ANSWERS, MAX_ANSWER_BYTES)
@@ -124,7 +120,6 @@ class Questions:
     async def _answer(self, question: Question, at_least: int, emit: Emit) -> Answer:
         """Wait for version `at_least`, and answer from the newest: by a watch, the cache, or anew. Emit the pieces (a
         single one for a watch or the cache), then Answered, and return the answer. The times are always this call's."""
-        conversation.set(self._conversation_id)  # this task has its own context
         submitted_s = self._clock()
         snapshot = await self._data.at_least(at_least)
         ahead = self._find_ahead(question, snapshot.version) or self.cache.get((question.key, question.with_margin))
@@ -132,7 +127,7 @@ class Questions:
             after_s = self._clock() - submitted_s
             timings = Timings(0.0, None, 0.0, after_s, after_s, after_s)
             answer = replace(ahead, submitted_s=submitted_s, timings=timings, record=None)
-            await emit(TokensGenerated(after_s, answer.text, answer.token_ids, answer.finish_reason))
+            await emit(TokensGenerated(after_s, AnswerChunk(answer.text, answer.token_ids, answer.finish_reason)))
         else:
             answer = await self._compute_and_cache(snapshot, question, submitted_s, emit)
         await emit(Answered(answer.timings.total_s, answer))

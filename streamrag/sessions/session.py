@@ -23,7 +23,6 @@ from streamrag.sessions.tasks import SessionTasks
 from streamrag.sessions.watched_questions import Admit, Watch, Watches
 from streamrag.support.tasks import run_shielded
 from streamrag.support.validation import Count, Number, SecondsOrZero, validated
-from streamrag.trace_context import conversation
 
 
 class SessionOptions(TypedDict, total=False):
@@ -84,7 +83,6 @@ class Session:
         self._log = SessionLog(log) if log is not None and not isinstance(log, SessionLog) else log
         self._tenant = tenant
         self._registry = SessionRegistry(SessionLimits()) if registry is None else registry
-        self._conversation_id = f"session {uuid.uuid4().hex}"
         self._tasks = SessionTasks(name)
         self._data = SessionData(
             backend,
@@ -97,12 +95,12 @@ class Session:
             max_waiting_characters=max_waiting_characters,
             batch_interval_s=batch_interval_s,
             name=name,
+            conversation_id=f"session {uuid.uuid4().hex}",
         )
         self._questions = Questions(
             backend,
             self._data,
             self._tasks,
-            conversation_id=self._conversation_id,
             clock=clock,
             find_ahead=lambda question, version: self._watches.find(question, version),
         )
@@ -132,9 +130,7 @@ class Session:
             if self._log is not None:
                 await self._log.aclose()
             raise
-        token = conversation.set(self._conversation_id)  # inherited by the task that starts here
         self._data.start(ingestion, self._on_version)
-        conversation.reset(token)
         self._watches.resume()
 
     async def aclose(self, *, forgets: bool = False) -> None:

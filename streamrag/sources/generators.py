@@ -12,8 +12,8 @@ from inspect import isawaitable
 from typing import Any
 
 from streamrag.core import Append, SourceEvent, Update
+from streamrag.core.retrieval import closing
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.query.retrieval import closing
 from streamrag.sources.passage_reader import PassageReader, is_collection
 from streamrag.sources.threads import Threads
 from streamrag.sources.user_functions import is_async, is_lazy, name_of, read_all, read_in_thread

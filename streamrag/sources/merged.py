@@ -11,9 +11,9 @@ from pydantic import Field
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.core.lifecycle import start_all, started_once
+from streamrag.core.retrieval import Retrieval
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.modes.context import Context, UpdateMode
-from streamrag.query.retrieval import Retrieval
 from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion, without_score
 from streamrag.support.messages import message_of, short_repr
 from streamrag.support.tasks import cancel_and_wait

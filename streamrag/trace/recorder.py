@@ -12,8 +12,8 @@ import anyio
 
 from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.core.lifecycle import start_all, started_once
+from streamrag.core.retrieval import Retrieval
 from streamrag.errors import SourceError, TraceError
-from streamrag.query.retrieval import Retrieval
 from streamrag.support.messages import message_of
 from streamrag.support.tasks import cancel_and_wait, run_shielded
 from streamrag.support.validation import validated

@@ -12,8 +12,8 @@ import pytest
 from rank_bm25 import BM25Okapi  # type: ignore[import-untyped,unused-ignore]
 
 from streamrag.core import Chunk
+from streamrag.core.text import terms
 from streamrag.errors import IndexCorruptError
-from streamrag.query.relevance import terms
 from streamrag.sources.index.index_folder import PASSAGES, passage_line
 from streamrag.sources.index.keywords import KEYWORDS, KeywordIndex, new_stem, write_keywords
 
@@ -99,7 +99,7 @@ def test_scores_are_those_of_bm25_in_the_order_of_another_implementation(tmp_pat
 
 
 def relevant(query: str) -> list[str]:
-    from streamrag.query.relevance import relevant_terms
+    from streamrag.core.text import relevant_terms
 
     return relevant_terms(query, new_stem())
 

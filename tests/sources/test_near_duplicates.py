@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from streamrag.query.relevance import TextPassage
+from streamrag.core.text import TextPassage
 from streamrag.sources.pages import near_duplicates
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.pages.relevant_passages import assemble

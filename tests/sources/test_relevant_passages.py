@@ -4,7 +4,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from streamrag.query.relevance import MAX_BLOCK_CHARS, TextPassage, relevant_terms, split_markdown, terms
+from streamrag.core.text import MAX_BLOCK_CHARS, TextPassage, relevant_terms, split_markdown, terms
 from streamrag.sources.pages.relevant_passages import MAX_STEMS, assemble, relevant_stems, select
 
 

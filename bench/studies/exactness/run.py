@@ -30,13 +30,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamrag import Chunk, SamplingParams
+from streamrag import AnswerChunk, Chunk, Prompt, SamplingParams
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.client.calls import request_outputs
 from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
+from streamrag.backends.vllm.client.token_streams import TokenStreams
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes
 from streamrag.demo.demo_folder import TEMPLATE
 from streamrag.engine.policies import DEFAULT_POLICY
@@ -169,9 +169,9 @@ async def stream(streams: TokenStreams, pieces: Pieces) -> Answer:
     """Return the answer to a prompt that grows; each piece is computed before the next one comes."""
     first, *rest = pieces
     answer: Answer = []
-    async with streams.open(first, GREEDY) as growing:
+    async with streams.open(Prompt(tuple(first)), GREEDY) as growing:
         async for event in growing:
-            if isinstance(event, StreamedTokens):
+            if isinstance(event, AnswerChunk):
                 answer += tokens_of(event)
             elif rest:
                 await growing.update(rest[0], is_complete=len(rest) == 1)

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, get_args
 from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
+from streamrag.backends.vllm.client.token_streams import TokenStreams
 from streamrag.backends.vllm.facts import engine_facts
-from streamrag.core import SamplingParams
+from streamrag.core import AnswerChunk, Prompt, SamplingParams
 from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.records import RequestRecord
 from streamrag.support.files import write_atomic
@@ -133,7 +133,7 @@ async def stream(
     rng = random.Random(f"{way} {number}")
     first, *rest = accumulate(chunks)
     answer: Answer = []
-    async with streams.open(first, GREEDY) as growing:
+    async with streams.open(Prompt(tuple(first)), GREEDY) as growing:
         for prompt in rest:
             if way == UPDATED:
                 await growing.update(prompt[: rng.randrange(len(prompt))] + make_chunk(rng, sizes))
@@ -142,7 +142,7 @@ async def stream(
             await asyncio.sleep(rng.uniform(0, MOST_GAP_S))
         await growing.finish()
         async for event in growing:
-            if isinstance(event, StreamedTokens):
+            if isinstance(event, AnswerChunk):
                 answer += pairs(event)
     assert growing.record
     return answer, growing.record

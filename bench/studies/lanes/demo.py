@@ -21,7 +21,7 @@ from rich.console import Console
 
 from streamrag import AnswerChunk, SamplingParams, VllmBackend
 from streamrag.backends.lanes import LanesBackend
-from streamrag.backends.lanes.backend import KvTransfer
+from streamrag.backends.lanes.kv_transfer import KvTransfer
 from streamrag.backends.vllm.client.lane_engine import INSTALL, Lane
 from streamrag.core import Prefilled, Prompt, Turn, common_prefix_len
 from streamrag.testing import make_demo_model

@@ -13,9 +13,9 @@ from typing import Any
 
 from streamrag.adapters.langchain.retriever import StreamragRetriever
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update
+from streamrag.core.retrieval import closing
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.modes.context import Context, UpdateMode
-from streamrag.query.retrieval import closing
 from streamrag.sources.fusion import RRF_K
 from streamrag.sources.merged import MergedSource, skip_failed
 from streamrag.sources.passage_reader import PassageReader

@@ -12,59 +12,44 @@ lease runs. A lane that dies is not used again until the backend is restarted; o
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import anyio
 
+from streamrag.backends.lanes.kv_transfer import (
+    KV_TRANSFER_KEY,
+    MAX_KV_AGE_S,
+    PREFILL_PARAMS,
+    KvTransfer,
+    PrefillEnd,
+    extra_args_of,
+    with_kv_transfer,
+)
 from streamrag.backends.lanes.lane_choice import LaneReservation, Lanes, check_common
-from streamrag.backends.ray.replica_streams import NewestPrompt, ReplicaLostError
-from streamrag.backends.vllm.client.lane_engine import LEASE_S, MAX_READ_S, READ_BY_KEY
+from streamrag.backends.ray.newest_prompt import NewestPrompt
+from streamrag.backends.ray.replica_streams import ReplicaLostError
+from streamrag.backends.vllm.client.lane_engine import MAX_READ_S, READ_BY_KEY
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStream
-from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Progress, Prompt, SamplingParams
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Progress, Prompt, SamplingParams, only
 from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
-from streamrag.query.answer_ahead import only
 from streamrag.routing import make_router
 from streamrag.support.clock import monotonic, seconds_since_boot
-from streamrag.support.messages import short_repr
 from streamrag.support.tasks import cancel_and_wait, run_shielded
 from streamrag.support.validation import Count, CountOrZero, Seconds, validated
 
 log = logging.getLogger("streamrag.lanes")
 
-if TYPE_CHECKING:
-    from streamrag.backends.lanes.replica_engines import PrefillEnd
-
-Answerer: TypeAlias = Callable[["TokenStream | PrefillEnd"], AsyncGenerator[AnswerChunk, None]]
+Answerer: TypeAlias = Callable[[TokenStream | PrefillEnd], AsyncGenerator[AnswerChunk, None]]
 """Yields the answer to a prompt whose prefill has ended."""
-
-MAX_KV_AGE_S = LEASE_S / 2
-"""Most seconds since the end of a prefill for its KV to be fetched. The rest of the lease is for the decode lane, which
-must have the request in time to extend it."""
-
-KV_TRANSFER_KEY = "kv_transfer_params"  # key in vLLM's `extra_args` of the parameters for its KV connector
-
-PREFILL_PARAMS = SamplingParams(max_tokens=1, extra={"extra_args": {KV_TRANSFER_KEY: {"do_remote_decode": True}}})
-"""Parameters with which a prefill lane computes a prompt, and keeps the KV until it is fetched."""
 
 
 class LaneLostError(Exception):
     """A lane has died. Not visible outside this package."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvTransfer:
-    """A prompt that passed from a prefill lane to a decode lane."""
-
-    prefill_lane: str
-    decode_lane: str
-    num_tokens: int
-    num_blocks: int  # KV blocks in the prefill lane; the decode lane fetches those that it does not have
-    seconds: float  # from the end of the prefill to the first output of the decode lane
 
 
 class LanesBackend:
@@ -167,7 +152,7 @@ class LanesBackend:
         """
         prefill_lanes, decode_lanes = self._started_lanes()
         self._backends[decode_lanes.find_alive()[0]].check_params(params)
-        if KV_TRANSFER_KEY in _extra_args_of(params):  # they could name another query's KV, or another host
+        if KV_TRANSFER_KEY in extra_args_of(params):  # they could name another query's KV, or another host
             raise ConfigurationError(f"SamplingParams.extra: extra_args[{KV_TRANSFER_KEY!r}] is reserved for lanes")
         num_shown = num_lost = 0
         async with aclosing(NewestPrompt(prompts)) as newest:
@@ -275,12 +260,14 @@ class _Attempt:
                     async for chunk in chunks:
                         yield chunk
 
-    async def _decode_prefilled(self, stream: "TokenStream | PrefillEnd") -> AsyncGenerator[AnswerChunk, None]:
+    async def _decode_prefilled(self, stream: TokenStream | PrefillEnd) -> AsyncGenerator[AnswerChunk, None]:
         """Yield the answer to a computed prompt from the decode lane, which fetches its KV, or computes the prompt too
         if the KV may be gone soon or does not come. Raise LaneLostError if the decode lane dies."""
         assert stream.record is not None
         assert self._prefill_room is not None
-        prompt = Prompt(stream.token_ids, 0, is_complete=True)
+        assert self._newest.prompt is not None
+        conversation_id = self._newest.prompt.conversation_id
+        prompt = Prompt(stream.token_ids, is_complete=True, conversation_id=conversation_id)
         self._prefill_lanes.record_computed(self._prefill_room, prompt)
         params, ended_s = self._params, stream.record.finished_s
         # Each of several answers is a request, and KV can be fetched once. So a request of one token, which is dropped,
@@ -341,7 +328,7 @@ class _Attempt:
         except (EngineDeadError, ReplicaLostError) as error:
             raise LaneLostError(f"{room.lane} was lost: {error}") from None
 
-    def _report_transfer(self, stream: "TokenStream | PrefillEnd", seconds: float) -> None:
+    def _report_transfer(self, stream: TokenStream | PrefillEnd, seconds: float) -> None:
         prefill, decode, num_tokens = self._prefill_room, self._decode_room, len(stream.token_ids)
         assert prefill is not None
         assert decode is not None
@@ -352,6 +339,7 @@ class _Attempt:
 async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
     """Yield events that a task reads as they come, so that a caller that pauses neither keeps a lane's room reserved,
     nor lets a lease end."""
+    # Unbounded, as a bound would stop the reader: an answer has `max_tokens` chunks at most.
     send, receive = anyio.create_memory_object_stream[BackendEvent](math.inf)
 
     async def read() -> None:
@@ -368,17 +356,3 @@ async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenera
             await reading
         finally:
             await cancel_and_wait([reading])
-
-
-def _extra_args_of(params: SamplingParams) -> Mapping[str, Any]:
-    """Return the arguments for vLLM's connectors and plugins; raise ConfigurationError if they are not a mapping."""
-    extra_args = params.extra.get("extra_args") or {}
-    if not isinstance(extra_args, Mapping):
-        raise ConfigurationError(f"SamplingParams.extra: extra_args={short_repr(extra_args)} must be a mapping")
-    return extra_args
-
-
-def with_kv_transfer(params: SamplingParams, kv_transfer: dict[str, Any]) -> SamplingParams:
-    """Return the parameters with those of the KV connector, by which vLLM fetches the KV of the prompt."""
-    extra_args = {**_extra_args_of(params), KV_TRANSFER_KEY: kv_transfer}
-    return replace(params, extra={**params.extra, "extra_args": extra_args})

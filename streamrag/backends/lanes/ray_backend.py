@@ -12,9 +12,10 @@ from dataclasses import replace
 from ray.serve.handle import DeploymentHandle
 
 from streamrag.backends.lanes.backend import Answerer, LanesBackend
-from streamrag.backends.lanes.replica_engines import PrefillEnd
+from streamrag.backends.lanes.kv_transfer import PrefillEnd
 from streamrag.backends.ray.backend import ExistingReplicas, RayBackend, ReplicaCluster, close_on_failure
-from streamrag.backends.ray.replica_streams import NewestPrompt, ReplicaLostError
+from streamrag.backends.ray.newest_prompt import NewestPrompt
+from streamrag.backends.ray.replica_streams import QueryReplica, ReplicaLostError
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import BackendEvent, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.routing import make_router
@@ -95,14 +96,15 @@ class RayLanesBackend(LanesBackend):
             yield replace(first, num_shared=0, is_complete=False)
             # `prompts` reserve room in the decode lane. A query that has it must not wait for a prefill replica:
             # queries that are open there may wait for room in the decode lane.
-            await newest.replica.has_opened.wait()
+            await replica.has_opened.wait()
             async for prompt in prompts:
                 yield prompt
 
         end: PrefillEnd | None = None
+        replica = QueryReplica()
         async with (
             aclosing(NewestPrompt(prompts_once_open())) as newest,
-            aclosing(lane.streams.attempt(newest, params)) as events,
+            aclosing(lane.streams.attempt(newest, params, replica)) as events,
         ):
             async for event in events:
                 if isinstance(event, PrefillEnd):

@@ -8,11 +8,9 @@ decode replica    DecodeEngine ──▶ fetches the KV, or computes the prompt 
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
-from streamrag.backends.lanes.backend import KV_TRANSFER_KEY, MAX_KV_AGE_S, PREFILL_PARAMS
+from streamrag.backends.lanes.kv_transfer import KV_TRANSFER_KEY, MAX_KV_AGE_S, PREFILL_PARAMS, PrefillEnd
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.lane_engine import MAX_READ_S, READ_BY_KEY
 from streamrag.backends.vllm.client.streaming import stream_then_generate
@@ -28,25 +26,14 @@ ENDED_AT = "streamrag_ended_at"
 MAX_CLOCK_SKEW_S = 1.0  # most seconds that the clock of a prefill lane's node may be ahead of the decode lane's
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillEnd(AnswerChunk):
-    """The end of a prefill in a replica, with no tokens."""
-
-    kv_transfer: dict[str, Any] = field(default_factory=dict)  # parameters with which another engine fetches the KV
-
-
 class PrefillEngine(VllmBackend):
     """The engine of a prefill lane in a replica."""
 
-    async def generate(
-        self, prompts: AsyncIterator[Prompt], params: SamplingParams
-    ) -> AsyncGenerator[BackendEvent, None]:
+    def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         """Prefill each prompt when it arrives, and end with a `PrefillEnd`. `params` are those of the answer: they are
         checked before anything is computed. Raises as `VllmBackend.generate` does."""
         self.check_params(params)
-        async with aclosing(stream_then_generate(prompts, self.streams, PREFILL_PARAMS, _end_prefill)) as events:
-            async for event in events:
-                yield event
+        return stream_then_generate(prompts, self.streams, PREFILL_PARAMS, _end_prefill)
 
 
 async def _end_prefill(stream: TokenStream) -> AsyncGenerator[AnswerChunk, None]:
@@ -58,13 +45,9 @@ async def _end_prefill(stream: TokenStream) -> AsyncGenerator[AnswerChunk, None]
 class DecodeEngine(VllmBackend):
     """The engine of a decode lane in a replica."""
 
-    async def generate(
-        self, prompts: AsyncIterator[Prompt], params: SamplingParams
-    ) -> AsyncGenerator[BackendEvent, None]:
+    def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         """Answer a complete prompt, with its KV fetched if that is recent. Raises as `VllmBackend.generate` does."""
-        async with aclosing(super().generate(prompts, without_old_kv(params))) as events:
-            async for event in events:
-                yield event
+        return super().generate(prompts, without_old_kv(params))
 
 
 def without_old_kv(params: SamplingParams) -> SamplingParams:

@@ -216,9 +216,7 @@ class OpenAIBackend:
         if server is not None:
             await server.aclose()
 
-    async def generate(
-        self, prompts: AsyncIterator[Prompt], params: SamplingParams
-    ) -> AsyncGenerator[BackendEvent, None]:
+    def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         """Prefill each prompt when it arrives, and yield `Prefilled`; then yield the answer to the complete one.
 
         :raises PromptTooLongError: when a prompt leaves no room for an answer.
@@ -236,10 +234,7 @@ class OpenAIBackend:
                 async for chunk in chunks:
                     yield chunk
 
-        strategy = warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
-        async with aclosing(strategy) as events:
-            async for event in events:
-                yield event
+        return warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
 
     async def _prompt(self, token_ids: tuple[int, ...]) -> list[int] | str:
         """Return the ids or, if the server takes none, the text without `bos_text`; PromptTooLongError if too long."""

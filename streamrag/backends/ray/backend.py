@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import anyio.to_thread
@@ -125,17 +125,13 @@ class RayBackend:
             await cancel_and_wait([heartbeats])
             await self._cluster.aclose()
 
-    async def generate(
-        self, prompts: AsyncIterator[Prompt], params: SamplingParams
-    ) -> AsyncGenerator[BackendEvent, None]:
+    def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         """Prefill each prompt when it arrives, in one of the replicas, and answer the complete one.
 
         :raises BackendError: the replica was lost after the first output, or too many were lost before.
         :raises StreamRagError: as the engine's own backend does.
         """
-        async with aclosing(self.streams.generate(prompts, params)) as events:
-            async for event in events:
-                yield event
+        return self.streams.generate(prompts, params)
 
     @property
     def streams(self) -> ReplicaStreams:

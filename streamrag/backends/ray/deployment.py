@@ -17,8 +17,8 @@ from streamrag.backends.ray.request_router import CALLS_PER_STREAM, StreamRouter
 from streamrag.backends.ray.wire import Failed
 from streamrag.backends.vllm.client.lane_engine import HOST
 from streamrag.core import Source, SourceEvent, Startable, part_name
+from streamrag.core.retrieval import closing
 from streamrag.errors import StreamRagError
-from streamrag.query.retrieval import closing
 
 ENGINES, SOURCES, PREFILL, DECODE = "engines", "sources", "prefill", "decode"  # names of the deployments
 

@@ -143,7 +143,7 @@ class EngineReplica:
 
         Drafts do not count as open, and are not in reports: they take little time from other streams.
         """
-        is_draft = call.first.request_class == "draft"
+        is_draft = call.first.options.request_class == "draft"
         if self.num_open >= self._max_open and not is_draft:
             yield (Refused(),)
             return

@@ -14,7 +14,6 @@ from streamrag.core import Prompt
 from streamrag.routing import Opening, ReplicaTracker, Report, Router
 from streamrag.routing.replica_tracker import REPORTED
 from streamrag.support.clock import Clock
-from streamrag.trace_context import conversation
 
 log = logging.getLogger("streamrag.ray")
 
@@ -45,10 +44,10 @@ class ReplicaChooser:
         self._lock = threading.Lock()
 
     def ticket(self, stream_id: str, first: Prompt) -> "Ticket":
-        """Create a ticket, in the query's own task. The stream counts as open until `record_ended`."""
+        """Create a ticket. The stream counts as open until `record_ended`."""
         with self._lock:
             self._replica_of[stream_id] = None
-        return Ticket(self, stream_id, Opening(first.token_ids, first.source_name, conversation.get()))
+        return Ticket(self, stream_id, Opening(first.token_ids, first.source_name, first.conversation_id or None))
 
     def rank(self, stream_id: str, opening: Opening, candidates: Sequence[ReplicaCandidate]) -> list[str]:
         """Return the ids of the replicas that have room for the stream, best first; empty while all are full. Take in

@@ -11,10 +11,11 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
+from streamrag.backends.ray.newest_prompt import NewestPrompt
 from streamrag.backends.ray.replica_chooser import DraftTicket, ReplicaChooser, Ticket
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams, common_prefix_len
@@ -70,72 +71,12 @@ class OutcomeCounts:
     """Number of queries that failed because their replica was lost."""
 
 
-@dataclass(slots=True)
-class _QueryReplica:
+class QueryReplica:
     """The replica that opened a query's stream last, to which the drafts of the query go."""
 
-    id: str = ""
-    has_opened: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-_replica_of_query: ContextVar[_QueryReplica | None] = ContextVar("streamrag_replica_of_query", default=None)
-
-
-class NewestPrompt:
-    """Reads a query's prompts in a task, and keeps the newest. `aclose` ends the task.
-
-    Methods that wait raise an error of `prompts`, and BackendError if these end without a complete one.
-    """
-
-    def __init__(self, prompts: AsyncIterator[Prompt]) -> None:
-        self.prompt: Prompt | None = None
-        self.number = 0  # number of the newest prompt, from 1; 0 before the first
-        self.replica = _QueryReplica()
-        _replica_of_query.set(self.replica)  # the task below inherits it, and so do the drafts that `prompts` begins
-        self._has_more = asyncio.Event()
-        self.pulling = asyncio.create_task(self._pull(prompts), name="pull prompts")
-        self.pulling.add_done_callback(lambda task: self._has_more.set())
-
-    async def _pull(self, prompts: AsyncIterator[Prompt]) -> None:
-        """Keep each prompt as the newest, up to the complete one; raise BackendError if there is no complete one."""
-        async for prompt in prompts:
-            self.prompt = prompt
-            self.number += 1
-            self._has_more.set()
-            if prompt.is_complete:
-                return
-        raise BackendError("the prompts ended without a complete one")
-
-    async def wait_for_newer(self, number: int) -> Prompt:
-        """Wait until the number of the newest prompt is greater than `number`, and return this prompt."""
-        while self.number <= number:
-            if self.pulling.done():
-                self.pulling.result()
-            self._has_more.clear()
-            await self._has_more.wait()
-        assert self.prompt is not None
-        return self.prompt
-
-    def find_prefilled_data(self, num_prefilled: int) -> Prompt | None:
-        """Return the newest prompt if it is a session's data and all but one token are prefilled, so that the session's
-        questions should be routed to its KV. Else return None."""
-        prompt = self.prompt
-        if prompt is not None and prompt.request_class == "stream" and num_prefilled >= len(prompt.token_ids) - 1:
-            return prompt
-        return None
-
-    async def pause(self, duration_s: float) -> None:
-        """Wait for `duration_s`, or less if the complete prompt comes or reading fails meanwhile."""
-        if self.pulling.done():
-            await asyncio.sleep(duration_s)
-        else:
-            await asyncio.wait([self.pulling], timeout=duration_s)
-        if self.pulling.done():
-            self.pulling.result()
-
-    async def aclose(self) -> None:
-        """Stop reading prompts, and wait until the task has ended."""
-        await cancel_and_wait([self.pulling])
+    def __init__(self) -> None:
+        self.id = ""
+        self.has_opened = asyncio.Event()
 
 
 class ReplicaStreams:
@@ -150,6 +91,7 @@ class ReplicaStreams:
         self.counts = OutcomeCounts()
         self.caller_id = uuid.uuid4().hex
         self._max_replays = max_replays
+        self._replica_of_query: WeakValueDictionary[str, QueryReplica] = WeakValueDictionary()
 
     async def send_heartbeats(self) -> None:
         """Send a heartbeat to all replicas in use at the same time, and wait at most `HEARTBEAT_S`, so that a replica
@@ -174,24 +116,24 @@ class ReplicaStreams:
         :raises QueryLostError: too many replicas were lost before the first token.
         :raises BackendError: a replica was lost with a draft or after the first token; or as the engine's backend.
         """
-        query_replica = _replica_of_query.get()
         async with aclosing(NewestPrompt(prompts)) as newest:
             first = await newest.wait_for_newer(0)
-            if first.request_class == "draft" and query_replica is not None:
-                answering = self._draft(newest, params, query_replica)
+            if first.request_class == "draft" and (replica := self._replica_of_query.get(first.query_id)):
+                answering = self._draft(newest, params, replica)
             else:
-                answering = self._answer(newest, params)
+                self._replica_of_query[first.query_id] = replica = QueryReplica()
+                answering = self._answer(newest, params, replica)
             async with aclosing(answering) as events:
                 async for event in events:
                     yield event
 
     async def _draft(
-        self, newest: NewestPrompt, params: SamplingParams, query_replica: _QueryReplica
+        self, newest: NewestPrompt, params: SamplingParams, query_replica: QueryReplica
     ) -> AsyncGenerator[BackendEvent, None]:
         """Wait until the query is open in a replica, and yield the events of its draft from there. A draft is never
         replayed: if the replica is lost, raise BackendError."""
         await query_replica.has_opened.wait()
-        stream = _Stream(self, newest, params, DraftTicket(query_replica.id))
+        stream = _Stream(self, newest, params, QueryReplica(), DraftTicket(query_replica.id))
         try:
             async with aclosing(stream.events()) as events:
                 async for event in events:
@@ -199,7 +141,9 @@ class ReplicaStreams:
         except ReplicaLostError as error:
             raise BackendError(f"the replica that drafted an answer was lost: {error}") from None
 
-    async def _answer(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
+    async def _answer(
+        self, newest: NewestPrompt, params: SamplingParams, replica: QueryReplica
+    ) -> AsyncGenerator[BackendEvent, None]:
         """Yield the events of an answer, and count its outcome. If a replica is lost, or its stream ends, before the
         answer's end, open the query again; raise BackendError after the first output, or after `max_replays` times."""
         self.counts.num_asked += 1
@@ -207,7 +151,7 @@ class ReplicaStreams:
         is_finished = False
         while True:
             try:
-                async with aclosing(self.attempt(newest, params)) as events:
+                async with aclosing(self.attempt(newest, params, replica)) as events:
                     async for event in events:
                         if isinstance(event, AnswerChunk):
                             num_shown += max(len(event.token_ids), bool(event.text))
@@ -233,13 +177,15 @@ class ReplicaStreams:
                     raise QueryLostError(f"{num_replays} replicas were lost, one after another: {error}") from None
                 self.counts.num_replayed += 1
 
-    async def attempt(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
-        """Yield the events of one stream; while replicas refuse it, open another after a pause, which doubles each
-        time up to `LONGEST_PAUSE_S`, and ends early when the complete prompt comes. Raise ReplicaLostError if the
-        replica is lost."""
+    async def attempt(
+        self, newest: NewestPrompt, params: SamplingParams, replica: QueryReplica
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """Yield the events of one stream; set `replica` when it has opened. While replicas refuse it, open another
+        after a pause, which doubles each time up to `LONGEST_PAUSE_S`, and ends early when the complete prompt comes.
+        Raise ReplicaLostError if the replica is lost."""
         pause_s = FIRST_PAUSE_S
         while True:
-            stream = _Stream(self, newest, params)
+            stream = _Stream(self, newest, params, replica)
             async with aclosing(stream.events()) as events:
                 async for event in events:
                     yield event
@@ -257,6 +203,7 @@ class _Stream:
         streams: ReplicaStreams,
         newest: NewestPrompt,
         params: SamplingParams,
+        replica: QueryReplica,
         draft_ticket: DraftTicket | None = None,
     ) -> None:
         self._replicas = streams.replicas
@@ -264,6 +211,7 @@ class _Stream:
         self._caller_id = streams.caller_id
         self._newest = newest
         self._params = params
+        self._replica = replica
         self._draft_ticket = draft_ticket
         self._id = uuid.uuid4().hex
         self._replica_id: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -305,8 +253,8 @@ class _Stream:
             case Opened(replica_id) if not self._replica_id.done():
                 ticket.record_opened(replica_id)
                 self._replica_id.set_result(replica_id)
-                self._newest.replica.id = replica_id
-                self._newest.replica.has_opened.set()
+                self._replica.id = replica_id
+                self._replica.has_opened.set()
             case Refused():
                 self.is_refused = True
             case Failed():

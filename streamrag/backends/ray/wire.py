@@ -9,11 +9,11 @@ Each prompt is sent as the length of its prefix shared with the last one sent, a
 """
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import streamrag.errors
-from streamrag.core import BackendEvent, Hint, Prompt, RequestClass, SamplingParams
+from streamrag.core import BackendEvent, Prompt, SamplingParams
 from streamrag.errors import BackendError, MissingDependencyError, StreamRagError
 from streamrag.support.messages import message_of
 
@@ -25,24 +25,20 @@ class Delta:
     number: int  # number of the prompt in its stream, from 1. A repeated number changes nothing.
     num_shared: int  # leading tokens that are unchanged
     tail: bytes  # the tokens after them, four bytes each
-    is_complete: bool
-    hint: Hint | None = None
-    source_name: str = ""
-    request_class: RequestClass = "pool"
-    draft: bytes = b""  # tokens that the answer may repeat, four bytes each
+    draft: bytes  # tokens that the answer may repeat, four bytes each
+    options: Prompt  # the prompt without its tokens
 
     @classmethod
     def of(cls, prompt: Prompt, *, number: int, num_shared: int) -> "Delta":
         """Return `prompt` as a difference, without its first `num_shared` tokens."""
         tail, draft = (array("I", ids).tobytes() for ids in (prompt.token_ids[num_shared:], prompt.draft))
-        options = prompt.is_complete, prompt.hint, prompt.source_name, prompt.request_class
-        return cls(number, num_shared, tail, *options, draft)
+        return cls(number, num_shared, tail, draft, replace(prompt, token_ids=(), num_shared=0, draft=()))
 
     def apply_to(self, token_ids: tuple[int, ...]) -> Prompt:
         """Return the prompt that follows a prompt of `token_ids`."""
-        options = self.is_complete, self.hint, self.source_name, self.request_class
-        tail, draft = array("I", self.tail), tuple(array("I", self.draft))
-        return Prompt((*token_ids[: self.num_shared], *tail), self.num_shared, *options, draft)
+        whole = (*token_ids[: self.num_shared], *array("I", self.tail))
+        draft = tuple(array("I", self.draft))
+        return replace(self.options, token_ids=whole, num_shared=self.num_shared, draft=draft)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from vllm.v1.engine import EngineCoreOutput
 
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.client.token_streams import record_of
-from streamrag.core import AnswerChunk, Hint, Prefilled, RequestClass, common_prefix_len
+from streamrag.core import AnswerChunk, Hint, Prefilled, Prompt, RequestClass, common_prefix_len
 
 Outputs: TypeAlias = "asyncio.Queue[EngineCoreOutput | Exception]"
 """Outputs of one request that have arrived, and the error if it failed."""
@@ -39,13 +40,12 @@ class SimulatedStream:
         self._request_id = request_id
         self._outputs = outputs
         self._num_output_tokens = num_output_tokens
-        self._request_class = request_class
-        self._token_ids: list[int] = []
+        self._prompt = Prompt((), request_class=request_class)
         self._num_messages = 0
 
     async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
         """Append tokens; with `is_complete`, have the answer sampled."""
-        self._send([*self._token_ids, *token_ids], len(self._token_ids), is_complete, hint)
+        await self.update((*self._prompt.token_ids, *token_ids), is_complete=is_complete, hint=hint)
 
     async def update(
         self,
@@ -56,19 +56,11 @@ class SimulatedStream:
         draft: Sequence[int] = (),
     ) -> None:
         """Replace the prompt; with `is_complete`, have the answer sampled, and `draft` verified."""
-        new = list(token_ids)
-        self._send(new, common_prefix_len(self._token_ids, new), is_complete, hint, draft)
-
-    def _send(
-        self, token_ids: list[int], num_shared: int, is_complete: bool, hint: Hint | None, draft: Sequence[int] = ()
-    ) -> None:
-        """Replace the prompt by `token_ids`, and send those after the first `num_shared`, which are unchanged."""
-        now_s = asyncio.get_running_loop().time()
-        lengths = len(token_ids), num_shared
-        origin = "", self._request_class
-        message = PromptMessage.of(self._num_messages, *lengths, is_complete, now_s, hint, *origin, draft)
-        self._send_chunk(self._request_id, token_ids[message.num_kept :], self._num_output_tokens, message)
-        self._token_ids = token_ids
+        old, new = self._prompt.token_ids, tuple(token_ids)
+        options: dict[str, Any] = {"is_complete": is_complete, "hint": hint, "draft": tuple(draft)}
+        self._prompt = replace(self._prompt, token_ids=new, num_shared=common_prefix_len(old, new), **options)
+        message = PromptMessage.of(self._prompt, self._num_messages, asyncio.get_running_loop().time())
+        self._send_chunk(self._request_id, new[message.num_kept :], self._num_output_tokens, message)
         self._num_messages += 1
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:

@@ -10,12 +10,9 @@ from streamrag.backends.vllm.client.processes import import_vllm
 from streamrag.backends.vllm.version import check_version
 from streamrag.core import AnswerChunk, Tokenizer
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.telemetry import TokensGenerated
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Definitions of tools in OpenAI's form."""
-
-AnswerPiece: TypeAlias = AnswerChunk | TokensGenerated
 
 ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "properties": {}}}}
 
@@ -78,7 +75,7 @@ class ToolCallParser:
         request = _request(tools, tool_choice)
         parser = self._parser_class(self._tokenizer, request.tools)
 
-        def parse(piece: AnswerPiece) -> dict[str, Any]:
+        def parse(piece: AnswerChunk) -> dict[str, Any]:
             token_ids, is_last = list(piece.token_ids), piece.finish_reason is not None
             try:
                 found = parser.parse_delta(piece.text, token_ids, request, [], finished=is_last)
@@ -100,14 +97,14 @@ def _request(tools: Tools, tool_choice: Any) -> Any:
 class AnswerReader:
     """A reader of one answer, piece by piece. By default all of it is text."""
 
-    def __init__(self, parse: Callable[[AnswerPiece], dict[str, Any]] = lambda piece: {"content": piece.text}) -> None:
+    def __init__(self, parse: Callable[[AnswerChunk], dict[str, Any]] = lambda piece: {"content": piece.text}) -> None:
         self._parse = parse
         self.text = ""
         """The text so far, without calls."""
         self.calls: list[dict[str, Any]] = []
         """The calls so far, in OpenAI's form."""
 
-    def push(self, piece: AnswerPiece) -> dict[str, Any]:
+    def push(self, piece: AnswerChunk) -> dict[str, Any]:
         """Add a piece to `text` and `calls`. Return its `content` and `tool_calls`, if any, as in OpenAI's streams.
 
         :raises BackendError: the parser failed.

@@ -7,13 +7,13 @@ new prompt:   k k k k k n n            `num_kept` tokens, and compares the rest 
 Any client that may send a request may send any `extra_args`, so they are validated.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from streamrag.core import Hint, RequestClass
+from streamrag.core import Prompt, RequestClass
 from streamrag.support.validation import STRICT
 
 KEY = "streamrag"
@@ -48,26 +48,16 @@ class PromptMessage:
     """Tokens that the answer to a complete prompt may consist of."""
 
     @classmethod
-    def of(
-        cls,
-        index: int,
-        num_tokens: int,
-        num_shared: int,
-        is_complete: bool,
-        now_s: float,
-        hint: Hint | None,
-        source_name: str = "",
-        request_class: RequestClass = "pool",
-        draft: Sequence[int] = (),
-    ) -> "PromptMessage":
-        """Return a message that keeps the first `num_shared` tokens, but never all `num_tokens`.
+    def of(cls, prompt: Prompt, index: int, now_s: float) -> "PromptMessage":
+        """Return the message of a stream's prompt number `index`, which keeps the shared tokens, but never all.
 
         The hint's end becomes a time, counted from `now_s`; the draft is cut after `LONGEST_DRAFT` tokens.
         """
-        num_kept = min(num_shared, num_tokens - 1)  # vLLM accepts no empty input
+        hint, draft = prompt.hint, list(prompt.draft[:LONGEST_DRAFT])
+        num_kept = min(prompt.num_shared, len(prompt.token_ids) - 1)  # vLLM accepts no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
-        guess = list(draft[:LONGEST_DRAFT])
-        return cls(index, num_kept, is_complete, now_s, expected_s, source_name, request_class, guess)
+        origin = prompt.source_name, prompt.request_class
+        return cls(index, num_kept, prompt.is_complete, now_s, expected_s, *origin, draft)
 
     def extra_args(self) -> dict[str, Any]:
         """Return vLLM's `extra_args` with the message, without an expected time that is out of range."""

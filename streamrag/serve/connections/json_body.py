@@ -30,6 +30,8 @@ SMALL_BYTES = 16_384  # bytes of JSON that are parsed immediately: at most 2 ms
 MAX_VALUES = 32_768
 """Values in a body, a frame or a line: at most 11 ms of parsing. An update of 4,096 chunks has 25,000."""
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` would make one for each text
+
 MAX_WAITING = 32  # large bodies of one client that may wait to be parsed
 
 
@@ -152,4 +154,4 @@ def _num_marks(code: bytes) -> int:
 
 def encode_json(values: Any) -> str:
     """Return `values` as JSON on one line, in ASCII, so that no reader finds a line end in it."""
-    return json.dumps(values, separators=(",", ":"))
+    return _ENCODER.encode(values)

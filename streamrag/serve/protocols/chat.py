@@ -19,7 +19,7 @@ from streamrag.query.options import MAX_DRAFT, QueryOptions
 from streamrag.serve.citation_marks import url_citations
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import RequestModel, encode_json, read_body
-from streamrag.serve.connections.sse import EmptyLines, StreamEvent, Write, respond, unless_disconnected
+from streamrag.serve.connections.sse import EMPTY_LINES, Write, format_event, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.protocols.event_encoder import wait_for_answer
 from streamrag.serve.protocols.tool_calls import MAX_TOOLS, Tool, ToolCall, check_size, tool_query, uses_tools
@@ -141,13 +141,13 @@ def routes(service: Service) -> list[Route]:
             async with query as events:
                 async for event in events:
                     if isinstance(event, RetrievalStarted):
-                        await write(EmptyLines())  # begins the response, with nothing to take for the first token
+                        await write(EMPTY_LINES)  # begins the response, with nothing to take for the first token
                     for chunk in encoder.chunks(event, with_usage=with_usage):
-                        await write(StreamEvent(encode_json(chunk)))
-            await write(StreamEvent("[DONE]"))
+                        await write(format_event(encode_json(chunk)))
+            await write(format_event("[DONE]"))
 
         timeout_s = service.limits.send_timeout_s
-        return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s, ping=EmptyLines)
+        return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s, ping=EMPTY_LINES)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 
@@ -192,9 +192,9 @@ def check_model(service: Service, name: str | None) -> None:
         raise RequestError(message, status=404, code="model_not_found", param="model")
 
 
-def encode_failure(failure: Failure) -> Sequence[StreamEvent]:
+def encode_failure(failure: Failure) -> Sequence[bytes]:
     """Return the last event of a failed stream, for which OpenAI's client raises APIError."""
-    return [StreamEvent(failure.json())]
+    return [format_event(failure.json())]
 
 
 class ChatEncoder:
@@ -245,7 +245,7 @@ class ChatEncoder:
 
     def delta(self, event: object) -> dict[str, Any]:
         """Return what `event` adds to the message."""
-        return self._reader.push(event) if isinstance(event, TokensGenerated) else {}
+        return self._reader.push(event.chunk) if isinstance(event, TokensGenerated) else {}
 
     def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

@@ -18,10 +18,18 @@ from starlette.types import Receive
 
 from streamrag.core import Chunk
 from streamrag.serve.connections.json_body import encode_json
-from streamrag.serve.connections.sse import Produce, StreamEvent, Write, respond
+from streamrag.serve.connections.sse import Produce, Write, format_event, respond
 from streamrag.serve.failures import Failure, failure_of
 from streamrag.serve.service import Service
-from streamrag.telemetry import Answer, Answered, ContextChanged, DraftChanged, QueryEvent, SourceFailed
+from streamrag.telemetry import (
+    Answer,
+    Answered,
+    ContextChanged,
+    DraftChanged,
+    QueryEvent,
+    SourceFailed,
+    TokensGenerated,
+)
 
 PRIVATE_FIELDS = ("token_ids", "record", "source_error", "submitted_s", "alternatives", "prompt_logprobs")
 """Fields of an answer that are not sent, or not as they are."""
@@ -38,9 +46,9 @@ async def write_events(write: Write, events: AsyncIterator[QueryEvent]) -> None:
             context = event.chunks
 
 
-def encode_sse(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> StreamEvent:
+def encode_sse(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> bytes:
     """Return an event as SSE; `context` is the one before it."""
-    return StreamEvent(encode_json(event_values(event, context)), event=event_name(event))
+    return format_event(encode_json(event_values(event, context)), event=event_name(event))
 
 
 def event_name(event: QueryEvent) -> str:
@@ -71,7 +79,11 @@ def event_values(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> dict[str
         values |= values.pop("usage")
         values["num_cached_tokens"] = None if answer.record is None else answer.record.num_from_cache
         return {"at_s": event.at_s, "answer": values}
-    return {name: value for name, value in asdict(event).items() if name != "logprobs"}
+    if isinstance(event, TokensGenerated):
+        return {
+            "at_s": event.at_s, "text": event.text, "token_ids": event.token_ids, "finish_reason": event.finish_reason,
+        }  # fmt: skip
+    return asdict(event)
 
 
 def _splice(before: tuple[Chunk, ...], after: tuple[Chunk, ...]) -> dict[str, Any]:
@@ -96,9 +108,9 @@ def _num_shared(one: Sequence[Chunk], other: Sequence[Chunk]) -> int:
     return next(differ, min(len(one), len(other)))
 
 
-def encode_failure(failure: Failure) -> Sequence[StreamEvent]:
+def encode_failure(failure: Failure) -> Sequence[bytes]:
     """Return the event `error` that ends a failed stream."""
-    return [StreamEvent(failure.json(), event="error")]
+    return [format_event(failure.json(), event="error")]
 
 
 async def respond_with_events(

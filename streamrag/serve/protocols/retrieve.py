@@ -14,12 +14,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.core import Append, Chunk, CutShort, Skipped, Source, part_name
+from streamrag.core.retrieval import Retrieval
 from streamrag.errors import SourceError, StreamRagError
 from streamrag.query.options import MAX_QUERY_CHARACTERS
-from streamrag.query.retrieval import Retrieval
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel, encode_json, read_body
-from streamrag.serve.connections.sse import StreamEvent, Write
+from streamrag.serve.connections.sse import Write, format_event
 from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import OpenQuery
 from streamrag.serve.protocols.event_encoder import encode_sse, respond_with_events
@@ -88,11 +88,11 @@ async def _write_retrieval(write: Write, opened: OpenQuery, source: Source, quer
                     num_chunks += len(new)
                     context = context.union(new) if isinstance(event, Append) else frozenset(chunks)
                 kind, fields = encode_event(event)
-                await write(StreamEvent(encode_json({"at_s": at_s, **fields}), event=kind))
+                await write(format_event(encode_json({"at_s": at_s, **fields}), event=kind))
     except StreamRagError:
         raise
     except Exception as error:  # a third-party source may raise anything
         raise SourceError(f"{part_name(source)} failed: {short_repr(error)}") from error
     opened.is_answered = True
     done = {"at_s": time.monotonic() - start_s, "num_events": num_events, "num_chunks": num_chunks}
-    await write(StreamEvent(encode_json(done), event="done"))
+    await write(format_event(encode_json(done), event="done"))

@@ -15,8 +15,8 @@ from typing import Annotated
 from pydantic import Field
 
 from streamrag.core import Chunk
+from streamrag.core.retrieval import checked_chunk
 from streamrag.errors import ConfigurationError
-from streamrag.query.retrieval import checked_chunk
 from streamrag.sessions.question_options import WatchOptions
 from streamrag.support.bounded_reading import as_dataclass, parse_json, without_lone_surrogates
 from streamrag.support.messages import message_of

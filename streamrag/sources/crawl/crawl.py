@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
+from streamrag.core.text import TextPassage
 from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
-from streamrag.query.relevance import TextPassage
 from streamrag.sources.crawl.frontier import MAX_COSTLY_PAGES, Frontier, Target
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader

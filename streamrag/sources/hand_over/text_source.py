@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrag.core import Chunk, CutShort, SourceEvent, Update
+from streamrag.core.retrieval import closing
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.query.retrieval import closing
 from streamrag.sources.generators import GeneratorSource
 from streamrag.sources.passage_reader import describe_result
 from streamrag.sources.user_functions import name_of

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from streamrag.query.relevance import relevant_terms, terms
+from streamrag.core.text import relevant_terms, terms
 from streamrag.sources.index.index_folder import (
     KEYWORDS,
     PASSAGES,
@@ -33,7 +33,7 @@ from streamrag.sources.index.index_folder import (
 from streamrag.sources.index.worker_jobs import JobHandler
 
 if TYPE_CHECKING:
-    from streamrag.query.relevance import Stem
+    from streamrag.core.text import Stem
 
 SCHEMA = ("CREATE TABLE lengths(lengths BLOB)", "CREATE TABLE postings(term TEXT PRIMARY KEY, ids BLOB, counts BLOB)")
 MAX_LENGTH, MAX_COUNT = (1 << 16) - 1, (1 << 8) - 1

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from streamrag.query.relevance import STOP_WORDS, WORD
+from streamrag.core.text import STOP_WORDS, WORD
 
 if TYPE_CHECKING:
     from rensa import RMinHash, RMinHashLSH

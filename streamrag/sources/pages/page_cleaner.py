@@ -23,7 +23,7 @@ import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
 from crawl4ai import CrawlerRunConfig, DefaultMarkdownGenerator, LXMLWebScrapingStrategy, NoTableExtraction
 from rank_bm25 import BM25Okapi
 
-from streamrag.query.relevance import split_markdown
+from streamrag.core.text import split_markdown
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.pages.browser import Browser
 from streamrag.sources.pages.page_content import JSON, PageContent, content_version

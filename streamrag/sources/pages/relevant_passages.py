@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
-from streamrag.query.relevance import WORD, Stem, TextPassage, relevant_terms, terms
+from streamrag.core.text import WORD, Stem, TextPassage, relevant_terms, terms
 
 MAX_STEMS = 10_000  # distinct words of a page to stem: takes half a second, and is enough for a book
 MIN_REPEATED_CHARS = 40  # shorter paragraphs ("Example:") may be repeated

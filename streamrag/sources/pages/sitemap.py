@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from lxml import etree
 
-from streamrag.query.relevance import Stem
+from streamrag.core.text import Stem
 from streamrag.sources.http.urls import normalize_url
 from streamrag.sources.pages.prune import NO_PAGE
 from streamrag.sources.pages.relevant_passages import rank_links, relevant_stems

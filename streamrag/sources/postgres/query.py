@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 from psycopg import sql
 
 from streamrag.core import Chunk, Skipped
+from streamrag.core.retrieval import MAX_COUNT
 from streamrag.errors import ConfigurationError
-from streamrag.query.retrieval import MAX_COUNT
 from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.postgres.arguments import storable
 from streamrag.sources.postgres.link import Connection

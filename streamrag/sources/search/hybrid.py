@@ -14,8 +14,8 @@ from pydantic import Field
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.core.lifecycle import start_all, started_once
+from streamrag.core.retrieval import Retrieval
 from streamrag.errors import ConfigurationError
-from streamrag.query.retrieval import Retrieval
 from streamrag.sources.index.embedder import check_model_name, embedder_of_index
 from streamrag.sources.index.index_folder import Manifest, check_index, kind_in_manifest, with_title
 from streamrag.sources.index.keywords import KeywordSearcher

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import isfinite
 
 from streamrag.core import Progress, Skipped, Source, SourceEvent, Startable, Update, part_name
-from streamrag.query.retrieval import Retrieval, with_timeouts
+from streamrag.core.retrieval import Retrieval, with_timeouts
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import SecondsOrZero, validated
 

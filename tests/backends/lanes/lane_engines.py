@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from streamrag.backends.lanes import LanesBackend
-from streamrag.backends.lanes.backend import KvTransfer
+from streamrag.backends.lanes.kv_transfer import KvTransfer
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import AnswerChunk, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError

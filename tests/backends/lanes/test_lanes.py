@@ -10,11 +10,10 @@ import pytest
 
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes import backend as lanes_module
-from streamrag.backends.lanes.backend import MAX_KV_AGE_S, KvTransfer
+from streamrag.backends.lanes.kv_transfer import MAX_KV_AGE_S, KvTransfer
 from streamrag.backends.lanes.lane_choice import ReservedBlocks
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.lane_engine import MAX_READ_S, READ_BY_KEY, LaneFacts
-from streamrag.backends.vllm.client.token_streams import StreamedTokens
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, SourceError
 from streamrag.serve.config.factories import make_backend
@@ -32,16 +31,16 @@ class FakeStream:
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
 
-    async def update(self, token_ids: Any, *, is_complete: bool, **ignored: Any) -> None:
-        self._lane.prompts.append((tuple(token_ids), is_complete))
-        self.token_ids, self.is_complete = tuple(token_ids), is_complete
+    async def update(self, prompt: Prompt) -> None:
+        self._lane.prompts.append((prompt.token_ids, prompt.is_complete))
+        self.token_ids, self.is_complete = prompt.token_ids, prompt.is_complete
         self._changed.set()
 
     def fail(self, error: BaseException) -> None:
         self._error = error
         self._changed.set()
 
-    async def events(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
+    async def __aiter__(self) -> AsyncGenerator[Prefilled | AnswerChunk, None]:
         while not self.is_complete:
             await self._changed.wait()
             self._changed.clear()
@@ -51,7 +50,7 @@ class FakeStream:
             yield Prefilled(len(self.token_ids) - 1)
         self.kv_transfer = {"do_remote_prefill": True, "remote_block_ids": [[3, 4]]}
         self.record = SimpleNamespace(finished_s=monotonic())
-        yield StreamedTokens("", (9,), None, "length")
+        yield AnswerChunk("", (9,), "length")
 
 
 class FakeLane:
@@ -91,11 +90,11 @@ class FakeLane:
         return self
 
     @asynccontextmanager
-    async def open(self, token_ids: Any, params: SamplingParams, **options: Any) -> AsyncIterator[FakeStream]:
+    async def open(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[FakeStream]:
         self.check_health()
         self.params.append(params)
         stream = FakeStream(self)
-        await stream.update(token_ids, is_complete=options["is_complete"])
+        await stream.update(prompt)
         yield stream
 
     async def generate(self, prompts: Any, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:

@@ -29,7 +29,7 @@ from lane_schedules import run_schedule
 
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes import backend as lanes_module
-from streamrag.backends.lanes.backend import KvTransfer
+from streamrag.backends.lanes.kv_transfer import KvTransfer
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError

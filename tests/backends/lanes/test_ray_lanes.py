@@ -15,7 +15,7 @@ from lane_replicas import RECORD, Decode, Prefill
 pytest.importorskip("ray")
 
 from streamrag.backends.lanes import ray_backend, replica_engines
-from streamrag.backends.lanes.backend import MAX_KV_AGE_S
+from streamrag.backends.lanes.kv_transfer import MAX_KV_AGE_S
 from streamrag.backends.lanes.ray_backend import RayLanesBackend
 from streamrag.backends.lanes.replica_engines import ENDED_AT, DecodeEngine, PrefillEngine, without_old_kv
 from streamrag.backends.ray import backend as ray_module

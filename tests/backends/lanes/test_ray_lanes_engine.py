@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 
 from ray import serve
 
-from streamrag.backends.lanes.backend import KvTransfer
+from streamrag.backends.lanes.kv_transfer import KvTransfer
 from streamrag.backends.lanes.ray_backend import RayLanesBackend
 from streamrag.backends.lanes.replica_engines import PrefillEngine
 from streamrag.backends.ray.cluster import Cluster

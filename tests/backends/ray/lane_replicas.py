@@ -8,7 +8,8 @@ from pathlib import Path
 
 import anyio
 
-from streamrag.backends.lanes.replica_engines import ENDED_AT, DecodeEngine, PrefillEnd
+from streamrag.backends.lanes.kv_transfer import PrefillEnd
+from streamrag.backends.lanes.replica_engines import ENDED_AT, DecodeEngine
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.backends.vllm.client.lane_engine import LaneFacts
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Prompt, SamplingParams

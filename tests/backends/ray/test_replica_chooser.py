@@ -28,7 +28,6 @@ from streamrag.records import RequestRecord
 from streamrag.routing import Opening, ReplicaState
 from streamrag.routing.speed import LASTS_S, QUERY_TOKENS
 from streamrag.testing import ScriptedBackend
-from streamrag.trace_context import conversation
 
 FIRST = Prompt((1, 2, 3), 0, is_complete=False, source_name="search")
 STATS = {
@@ -49,9 +48,8 @@ def test_a_router_is_told_what_replicas_told_when_it_was_heard_and_what_is_open_
     now_s = 5.0
     router = Seeing()
     chooser = ReplicaChooser(router, clock=lambda: now_s)
-    conversation.set("of alice")
     there = [ReplicaCandidate("a", 3, {}), ReplicaCandidate("b", 3, {**STATS, "reported_s": 77.0})]
-    assert chooser.ticket("1", FIRST).rank(there) == ["a", "b"]
+    assert chooser.ticket("1", replace(FIRST, conversation_id="of alice")).rank(there) == ["a", "b"]
     assert router.opening == Opening(FIRST.token_ids, "search", "of alice")
     told = ReplicaState(
         "b", max_open=4, kv_usage=0.5, cache_hit_rate=0.25, queued_tokens=7, num_kv_tokens=100, tokens_per_s=9.0

@@ -16,8 +16,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams, record_of
-from streamrag.core import SamplingParams
+from streamrag.backends.vllm.client.token_streams import TokenStream, TokenStreams, record_of
+from streamrag.core import AnswerChunk, Prompt, SamplingParams
 from streamrag.records import RequestRecord
 
 NUM_ANSWER_TOKENS = 16
@@ -74,13 +74,13 @@ class Load:
         shared = random.Random(number % 5)
         prompt = tokens(shared, 70) + tokens(rng, rng.randrange(20, 500))
         await asyncio.sleep(rng.uniform(0, within_s))
-        async with self.streams.open(prompt, GREEDY) as stream:
+        async with self.streams.open(Prompt(tuple(prompt)), GREEDY) as stream:
             for _ in range(rng.randrange(1, 5)):
                 await asyncio.sleep(rng.choice([0.0, 0.01, 0.03, 1.0]))
                 prompt = await self._push(number, rng, stream, prompt)
             end = tokens(rng, rng.choice([0, 1, 20]))
             await stream.finish(end)
-            answer = [pair async for event in stream if isinstance(event, StreamedTokens) for pair in pairs(event)]
+            answer = [pair async for event in stream if isinstance(event, AnswerChunk) for pair in pairs(event)]
             assert stream.record is not None
             self.records.append(stream.record)
         self.prompts[number], self.answers[number] = prompt + end, answer
@@ -92,7 +92,7 @@ class Load:
             return prompt + new
         kept = rng.choice([0, len(prompt), rng.randrange(len(prompt) + 1)])
         new = prompt[:kept] + tokens(rng, rng.randrange(0 if kept else 1, 100))
-        await stream.update(new)
+        await stream.update(Prompt(tuple(new)))
         return new
 
     def count(self, name: str) -> int:
@@ -104,7 +104,7 @@ def tokens(rng: random.Random, num: int) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(num)]
 
 
-def pairs(event: StreamedTokens) -> Answer:
+def pairs(event: AnswerChunk) -> Answer:
     return [(t, of[t].logprob) for t, of in zip(event.token_ids, event.logprobs, strict=True)]
 
 

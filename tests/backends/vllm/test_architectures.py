@@ -11,8 +11,8 @@ from architectures import ARCHITECTURES, make_model
 from real_engine import GREEDY, MOST_DIFFERENCE, Load, differences, pairs, running_engine, tokens
 
 from streamrag.backends.vllm.client.arguments import kv_transfer_config
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
-from streamrag.core import Prefilled
+from streamrag.backends.vllm.client.token_streams import TokenStreams
+from streamrag.core import AnswerChunk, Prefilled, Prompt
 from streamrag.errors import ConfigurationError
 
 # A refused engine leaves a context of vLLM's client to the garbage collector.
@@ -37,12 +37,11 @@ async def one_after_another(load: Load) -> None:
     for number, num_kept in ((100, 330), (101, 300)):
         rng = random.Random(number)
         prompt = beginning + tokens(rng, 50)
-        async with load.streams.open(prompt, GREEDY) as stream:
-            events = stream.events()
-            assert isinstance(await anext(events), Prefilled)
+        async with load.streams.open(Prompt(tuple(prompt)), GREEDY) as stream:
+            assert isinstance(await anext(stream), Prefilled)
             prompt = prompt[:num_kept] + tokens(rng, 30)
-            await stream.update(prompt, is_complete=True)
-            answer = [pair async for event in events if isinstance(event, StreamedTokens) for pair in pairs(event)]
+            await stream.update(Prompt(tuple(prompt), is_complete=True))
+            answer = [pair async for event in stream if isinstance(event, AnswerChunk) for pair in pairs(event)]
             assert stream.record is not None
             load.records.append(stream.record)
         load.prompts[number], load.answers[number] = prompt, answer

@@ -14,6 +14,7 @@ from streamrag.backends.vllm.chunk_wire import (
     PromptMessage,
     decode,
 )
+from streamrag.core import Prompt
 
 CHUNK = PromptMessage(3, 20, False, 1.5, 2.5, "crawl")
 FIELDS: dict[str, Any] = CHUNK.extra_args()[KEY]
@@ -93,9 +94,9 @@ def test_any_fields_are_decoded_without_loss_or_refused(fields: Any, changed: di
 
 
 def test_a_draft_is_a_list_of_tokens_of_bounded_length() -> None:
-    message = PromptMessage.of(0, 5, 0, True, 1.0, None, draft=(1, 2))
+    message = PromptMessage.of(Prompt((7,) * 5, draft=(1, 2), is_complete=True), 0, 1.0)
     assert decode(message.extra_args()) == message
-    longest = PromptMessage.of(0, 5, 0, True, 1.0, None, draft=range(LONGEST_DRAFT + 9)).draft
+    longest = PromptMessage.of(Prompt((7,), draft=tuple(range(LONGEST_DRAFT + 9))), 0, 1.0).draft
     assert longest == list(range(LONGEST_DRAFT))
     for wrong in ("ab", 5, None, [-1], [1.5], ["1"], [True], [[1]], {}, [1] * (LONGEST_DRAFT + 1), [1 << 64]):
         with pytest.raises(MalformedMessageError, match="draft"):

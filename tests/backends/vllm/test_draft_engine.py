@@ -28,7 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from streamrag import Append, Chunk, Pipeline
 from streamrag.backends.vllm.client.streaming import stream_then_generate
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
+from streamrag.backends.vllm.client.token_streams import TokenStreams
 from streamrag.backends.vllm.scheduler_options import draft_config
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prompt, RequestClass, SamplingParams
 from streamrag.records import RequestRecord
@@ -70,11 +70,11 @@ async def answer(
 ) -> tuple[Answer, RequestRecord]:
     """The answer to a prompt that comes in two pieces, the second one with the draft."""
     streams = TokenStreams(engine)
-    async with streams.open(prompt[:-20], params, request_class=request_class) as stream:
-        await stream.update(prompt, is_complete=True, draft=draft)
+    async with streams.open(Prompt(tuple(prompt[:-20]), request_class=request_class), params) as stream:
+        await stream.update(Prompt(tuple(prompt), is_complete=True, draft=tuple(draft)))
         found: Answer = []
         async for event in stream:
-            if isinstance(event, StreamedTokens):
+            if isinstance(event, AnswerChunk):
                 found += pairs(event) if event.logprobs else [(token, 0.0) for token in event.token_ids]
         assert stream.record is not None
         return found, stream.record
@@ -188,7 +188,7 @@ async def test_a_random_answer_has_only_the_top_k_most_probable_tokens(engine: A
     async with TokenStreams(engine).open(PROMPT, replace(params, max_tokens=200, top_k=3)) as stream:
         await stream.finish()
         async for event in stream:
-            if isinstance(event, StreamedTokens):
+            if isinstance(event, AnswerChunk):
                 ranks += [of[token].rank for token, of in zip(event.token_ids, event.logprobs, strict=True)]
     assert set(ranks) == {1, 2, 3}
 

@@ -34,8 +34,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.client.arguments import kv_transfer_config
 from streamrag.backends.vllm.client.sampling import to_vllm
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
-from streamrag.core import Prefilled
+from streamrag.backends.vllm.client.token_streams import TokenStream, TokenStreams
+from streamrag.core import AnswerChunk, Prefilled
 from streamrag.errors import BackendError
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -69,13 +69,12 @@ async def test_prompts_beside_streams_that_take_their_memory_have_their_log_prob
 
 async def prefilled(stream: TokenStream) -> AsyncIterator[Any]:
     """The events of a stream after its first prompt has been prefilled."""
-    events = stream.events()
-    assert isinstance(await anext(events), Prefilled)
-    return events
+    assert isinstance(await anext(stream), Prefilled)
+    return stream
 
 
 async def answer_of(events: AsyncIterator[Any]) -> Answer:
-    return [pair async for event in events if isinstance(event, StreamedTokens) for pair in pairs(event)]
+    return [pair async for event in events if isinstance(event, AnswerChunk) for pair in pairs(event)]
 
 
 def is_same(answer: Answer, expected: Answer) -> bool:

@@ -25,8 +25,8 @@ from rotating import STALE, TRUE
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from streamrag.backends.vllm.client.streaming import stream_then_generate
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
-from streamrag.core import Prefilled, Prompt, SamplingParams
+from streamrag.backends.vllm.client.token_streams import TokenStreams
+from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, SourceError
 from streamrag.records import RequestRecord
 
@@ -106,27 +106,27 @@ async def check_limits(engine: AsyncLLM, streams: TokenStreams) -> None:
     """Prompts that are too long, and streams that are left."""
     rng = random.Random(1)
     # Too long: refused here, and the stream goes on.
-    async with streams.open(tokens(rng, 50), GREEDY) as stream:
+    async with streams.open(Prompt(tuple(tokens(rng, 50))), GREEDY) as stream:
         with pytest.raises(PromptTooLongError, match="1050 tokens"):
             await stream.append(tokens(rng, 1_000))
         await stream.finish()
-        answer = [pair async for event in stream if isinstance(event, StreamedTokens) for pair in pairs(event)]
+        answer = [pair async for event in stream if isinstance(event, AnswerChunk) for pair in pairs(event)]
         assert len(answer) == NUM_ANSWER_TOKENS
         with pytest.raises(BackendError, match="complete"):
             await stream.append([1])
     # Too long past the client's check: the engine fails this stream alone.
-    async with streams.open(tokens(rng, 50), GREEDY) as stream:
+    async with streams.open(Prompt(tuple(tokens(rng, 50))), GREEDY) as stream:
         stream._max_model_len = 10_000
         await stream.append(tokens(rng, 990))
         await stream.finish()
         with pytest.raises(BackendError, match="does not fit the model's length"):
             [event async for event in stream]
     # Without a tokenizer there is no text to stop at.
-    async with streams.open(tokens(rng, 50), GREEDY) as stream:
+    async with streams.open(Prompt(tuple(tokens(rng, 50))), GREEDY) as stream:
         with pytest.raises(ConfigurationError, match=r"stop=.*skip_tokenizer_init"):
             await stream.finish(params=SamplingParams(stop=("x",)))
     # Left in the middle: nothing stays behind.
-    async with streams.open(tokens(rng, 500), GREEDY):
+    async with streams.open(Prompt(tuple(tokens(rng, 500))), GREEDY):
         await asyncio.sleep(0.01)
 
 

@@ -198,9 +198,7 @@ class VllmBackend:
             if engine is not None and not engine.errored:
                 await engine.abort(list(self._request_ids))
 
-    async def generate(
-        self, prompts: AsyncIterator[Prompt], params: SamplingParams
-    ) -> AsyncGenerator[BackendEvent, None]:
+    def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         """Prefill each prompt when it arrives; yield `Prefilled` if it is computed while the newest, then the answer.
 
         For several answers, the complete prompt is a request of its own. With the strategy "warming", each prompt is,
@@ -217,16 +215,12 @@ class VllmBackend:
         if self._strategy == "warming" or answering.prompt_logprobs is not None:
             # vLLM computes all of a prompt for its log-probabilities: nothing is prefilled before.
             block_size = self._block_size if answering.prompt_logprobs is None else self.model.max_model_len
-            events = warm_then_generate(prompts, prefill=self._prefill, generate=answer, block_size=block_size)
-        elif answering.n > 1:
+            return warm_then_generate(prompts, prefill=self._prefill, generate=answer, block_size=block_size)
+        if answering.n > 1:
             one_token = SamplingParams(max_tokens=1)
-            events = stream_then_generate(prompts, self.streams, one_token, lambda stream: answer(stream.token_ids))
-        else:
-            for_stream(answering)  # raises before retrieval begins
-            events = stream_then_generate(prompts, self.streams, params)
-        async with aclosing(events):
-            async for event in events:
-                yield event
+            return stream_then_generate(prompts, self.streams, one_token, lambda stream: answer(stream.token_ids))
+        for_stream(answering)  # raises before retrieval begins
+        return stream_then_generate(prompts, self.streams, params)
 
     async def _prefill(self, token_ids: tuple[int, ...]) -> None:
         """Compute the KV of a prompt, by a request for one token, which is discarded."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
+from streamrag.backends.vllm.client.token_streams import TokenStream, TokenStreams
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError
 from streamrag.support.tasks import cancel_and_wait
@@ -40,23 +40,12 @@ async def stream_then_generate(
             break
     else:
         raise BackendError(NO_COMPLETE_PROMPT)
-    async with streams.open(
-        first.token_ids,
-        params,
-        is_complete=first.is_complete,
-        hint=first.hint,
-        source_name=first.source_name,
-        request_class=first.request_class,
-        draft=first.draft,
-    ) as stream:
+    async with streams.open(first, params) as stream:
         pushing = asyncio.create_task(_push(prompts, stream), name="push prompts")
         try:
-            async with aclosing(stream.events()) as events:
-                async for event in events:
-                    if isinstance(event, Prefilled):
-                        yield event
-                    elif generate is None:
-                        yield _answer_chunk(event, stream)
+            async for event in stream:
+                if generate is None or isinstance(event, Prefilled):
+                    yield event
         finally:
             await cancel_and_wait([pushing])
     if generate is not None:
@@ -71,21 +60,10 @@ async def _push(prompts: AsyncIterator[Prompt], stream: TokenStream) -> None:
         if not stream.is_complete:
             async for prompt in prompts:
                 if prompt.token_ids or prompt.is_complete:
-                    await stream.update(
-                        prompt.token_ids,
-                        is_complete=prompt.is_complete,
-                        hint=prompt.hint,
-                        num_shared=prompt.num_shared,
-                        draft=prompt.draft,
-                    )
+                    await stream.update(prompt)
                 if prompt.is_complete:
                     return
             raise BackendError(NO_COMPLETE_PROMPT)
     except BaseException as error:
         stream.fail(error)
         raise
-
-
-def _answer_chunk(event: StreamedTokens, stream: TokenStream) -> AnswerChunk:
-    record = stream.record if event.finish_reason else None
-    return AnswerChunk(event.text, event.token_ids, event.finish_reason, record, event.logprobs)

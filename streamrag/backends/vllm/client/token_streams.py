@@ -1,9 +1,9 @@
 """Prompts that are pushed into a running vLLM engine piece by piece, for programs with their own retrieval.
 
-    async with backend.streams.open(question_ids, SamplingParams(max_tokens=64)) as stream:
-        await stream.append(page_ids)              # or update(whole_prompt_ids); at any time, also in mid-prefill
+    async with backend.streams.open(Prompt(question_ids), SamplingParams(max_tokens=64)) as stream:
+        await stream.append(page_ids)              # or update(whole_prompt); at any time, also in mid-prefill
         await stream.finish(end_ids)               # nothing is sampled before
-        async for event in stream:                 # Prefilled, then StreamedTokens
+        async for event in stream:                 # Prefilled, then AnswerChunk
             ...
 
 A push that raises, or is cancelled, has changed nothing, and may be repeated. Concurrent pushes are made in the order
@@ -18,15 +18,15 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
 
 from streamrag.backends.vllm.chunk_wire import KEY, EndOfInput, PromptMessage
 from streamrag.backends.vllm.client.answer_text import AnswerText
 from streamrag.backends.vllm.client.calls import abort_surely, ask_engine
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.backends.vllm.client.vllm_errors import vllm_errors_translated
-from streamrag.core import Hint, Prefilled, RequestClass, SamplingParams, common_prefix_len
+from streamrag.core import AnswerChunk, Hint, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError
 from streamrag.records import RequestRecord
 from streamrag.support.tasks import wait_shielded
@@ -52,18 +52,6 @@ def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedTokens:
-    """New tokens of the answer. Only the last event has a `finish_reason`; it may have no tokens."""
-
-    text: str
-    """Text of these tokens. It may lag behind them, as in `AnswerChunk`."""
-    token_ids: tuple[int, ...]
-    logprobs: Any = None
-    """vLLM's log-probabilities, one entry per token, if the sampling parameters request them."""
-    finish_reason: str | None = None
-
-
 class _Failed(Exception):
     """Carries an error to the iteration over the answer."""
 
@@ -73,14 +61,19 @@ class _Failed(Exception):
 
 
 class TokenStream:
-    """A prompt that is still growing, and its answer. Created by `TokenStreams.open`.
+    """A prompt that is still growing, and an iterator over its answer. Created by `TokenStreams.open`.
+
+    The iterator yields how far the newest prompt is prefilled, then the answer's chunks. Each prompt has at most one
+    `Prefilled`. If memory is short, it comes early, with the tokens computed by then, and does not come again when the
+    rest is computed. Several tasks may iterate: each event goes to one of them, and an error to all.
 
     A push (`append`, `update`, `finish`) that raises leaves the stream unchanged.
 
     :raises PromptTooLongError: a pushed prompt would leave no room for an answer.
     :raises ConfigurationError: `params` of a push have what a streamed prompt cannot have.
     :raises EngineDeadError: the engine's processes are gone.
-    :raises BackendError: the prompt is complete already, or the stream has ended.
+    :raises BackendError: the prompt is complete already, or the stream has ended: the engine refused it, failed, or
+        aborted it.
     """
 
     def __init__(
@@ -89,23 +82,17 @@ class TokenStream:
         params: SamplingParams,
         clock: Callable[[], float],
         why_dead: Callable[[], str],
-        source_name: str,
-        request_class: RequestClass,
     ) -> None:
         self.record: RequestRecord | None = None
         """The engine's record of the request. Set at the end of the answer, unless a stop text ended it."""
         self.kv_transfer: dict[str, Any] = {}
         """Parameters of the engine's KV connector for another engine that fetches the KV. Set at the answer's end."""
-        self.is_complete = False
-        """Whether the last chunk has been sent."""
         self._engine = engine
         self._clock = clock
         self._why_dead = why_dead
-        self._source_name = source_name
-        self._request_class = request_class
         self._answer_params = to_vllm(params, engine.vllm_config)
         self._max_model_len: int = engine.model_config.max_model_len
-        self._token_ids: list[int] = []
+        self._prompt = Prompt(())
         self._num_messages = 0
         self._num_answered = 0
         self._text: AnswerText | None = None
@@ -122,12 +109,17 @@ class TokenStream:
     @property
     def num_tokens(self) -> int:
         """Length of the prompt so far."""
-        return len(self._token_ids)
+        return len(self._prompt.token_ids)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The prompt so far."""
-        return tuple(self._token_ids)
+        return self._prompt.token_ids
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last chunk has been sent."""
+        return self._prompt.is_complete
 
     async def _start(self) -> None:
         """Submit the request, whose inputs are the pushed chunks; raise if the engine is dead or the stream aborted."""
@@ -141,53 +133,39 @@ class TokenStream:
 
     async def append(self, token_ids: Sequence[int], *, hint: Hint | None = None) -> None:
         """Append tokens to the prompt."""
-        added = list(token_ids)
+        added = tuple(token_ids)
         await self._let_others_run()
-        self._push(self._token_ids + added, len(self._token_ids), hint=hint)
+        self._push(self._with(added, hint))
 
-    async def update(
-        self,
-        token_ids: Sequence[int],
-        *,
-        is_complete: bool = False,
-        hint: Hint | None = None,
-        num_shared: int = 0,
-        draft: Sequence[int] = (),
-    ) -> None:
-        """Replace the prompt with `token_ids`, keeping the KV of the longest common prefix.
+    async def update(self, prompt: Prompt) -> None:
+        """Replace the prompt, keeping the KV of the longest common prefix; have the answer of a complete one sampled.
 
-        With `is_complete`, have the answer sampled, as `finish` does; an engine with `answer_ahead` verifies the tokens
-        of `draft` where the answer follows it. The first `num_shared` tokens are known to equal those of the current
-        prompt, so only later tokens are compared.
+        An engine with `answer_ahead` verifies the tokens of `prompt.draft` where the answer follows it. The first
+        `prompt.num_shared` tokens are known to equal those of the current prompt, so only later tokens are compared.
         """
-        new = list(token_ids)
         await self._let_others_run()
-        num_shared = common_prefix_len(self._token_ids, new, num_shared)
-        self._push(new, num_shared, is_complete=is_complete, hint=hint, draft=draft)
+        num_shared = common_prefix_len(self._prompt.token_ids, prompt.token_ids, prompt.num_shared)
+        self._push(replace(prompt, num_shared=num_shared))
 
     async def finish(self, token_ids: Sequence[int] = (), *, params: SamplingParams | None = None) -> None:
         """Append tokens, if any, and have the answer sampled.
 
         `params` replace the initial ones, except those that vLLM fixes at the start: the seed and `logprobs`.
         """
-        added = list(token_ids)
+        added = tuple(token_ids)
         await self._let_others_run()
-        self._push(self._token_ids + added, len(self._token_ids), is_complete=True, params=params)
+        self._push(replace(self._with(added), is_complete=True), params)
+
+    def _with(self, added: tuple[int, ...], hint: Hint | None = None) -> Prompt:
+        """Return the prompt with further tokens at its end."""
+        old = self._prompt.token_ids
+        return replace(self._prompt, token_ids=old + added, num_shared=len(old), hint=hint)
 
     async def _let_others_run(self) -> None:
         """Yield to other tasks. A push can only be cancelled here, before it changes anything."""
         await asyncio.sleep(0)
 
-    def _push(
-        self,
-        new: list[int],
-        num_shared: int,
-        *,
-        is_complete: bool = False,
-        hint: Hint | None = None,
-        params: SamplingParams | None = None,
-        draft: Sequence[int] = (),
-    ) -> None:
+    def _push(self, new: Prompt, params: SamplingParams | None = None) -> None:
         """Queue a chunk that makes `new` the prompt, with only the tokens after the shared ones; never waits.
 
         `params`, if given, replace the answer's parameters. Raises as the class does, or ConfigurationError if `new` is
@@ -199,21 +177,19 @@ class TokenStream:
         self._check_goes_on()
         if self.is_complete:
             raise BackendError("the stream's prompt is complete: open another stream")
-        if not new:
+        if not new.token_ids:
             raise ConfigurationError("a prompt needs at least one token")
-        check_prompt_len(len(new), self._max_model_len)
-        index, now_s, origin = self._num_messages, self._clock(), (self._source_name, self._request_class)
-        message = PromptMessage.of(index, len(new), num_shared, is_complete, now_s, hint, *origin, draft)
+        check_prompt_len(len(new.token_ids), self._max_model_len)
+        message = PromptMessage.of(new, self._num_messages, self._clock())
         answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
         # The last chunk's grammar constrains the answer; the first one's is compiled, and cached, in the meantime.
-        chunk_params = for_stream(answer_params, has_grammar=is_complete or index == 0)
+        chunk_params = for_stream(answer_params, has_grammar=new.is_complete or message.index == 0)
         chunk_params.extra_args = {**(chunk_params.extra_args or {}), **message.extra_args()}
-        chunk = StreamingInput(tokens_input(new[message.num_kept :]), chunk_params)
-        text = AnswerText(self._engine.tokenizer, new, answer_params) if is_complete else None
+        chunk = StreamingInput(tokens_input(list(new.token_ids[message.num_kept :])), chunk_params)
+        text = AnswerText(self._engine.tokenizer, new.token_ids, answer_params) if new.is_complete else None
         # Nothing below can fail or be cancelled: the chunk is sent and the state updated, or neither.
-        self._token_ids, self._answer_params, self._text = new, answer_params, text
+        self._prompt, self._answer_params, self._text = new, answer_params, text
         self._num_messages += 1
-        self.is_complete = is_complete
         self._chunks.put_nowait(chunk)
 
     def _check_goes_on(self) -> None:
@@ -231,25 +207,11 @@ class TokenStream:
             is_last = self.is_complete and self._chunks.empty()
             yield chunk
 
-    def __aiter__(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
-        return self.events()
+    def __aiter__(self) -> Self:
+        return self
 
-    async def events(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
-        """Yield how far the newest prompt is prefilled, then the answer.
-
-        Each prompt has at most one `Prefilled`. If memory is short, it comes early, with the tokens computed by then,
-        and does not come again when the rest is computed.
-
-        A further iteration continues where the last one ended. Of concurrent iterations, each event goes to one.
-
-        :raises EngineDeadError: the engine's processes are gone.
-        :raises BackendError: the engine refused the stream, or failed, or the stream was aborted.
-        """
-        while (event := await self._next_event()) is not None:
-            yield event
-
-    async def _next_event(self) -> Prefilled | StreamedTokens | None:
-        """Return the next event; None at each call after the answer. After an error, each call raises that error.
+    async def __anext__(self) -> Prefilled | AnswerChunk:
+        """Return the next event. After the answer, each call raises StopAsyncIteration; after an error, that error.
 
         A stop text in the answer ends it, and begins to abort the engine's request.
         """
@@ -260,7 +222,7 @@ class TokenStream:
                     output = await self._next_output()
                     event = self._event(output) if output.outputs else None  # vLLM's final output has none
                     self._is_answered = output.finished
-                    if isinstance(event, StreamedTokens) and event.finish_reason and not output.finished:
+                    if isinstance(event, AnswerChunk) and event.finish_reason and not output.finished:
                         self._is_answered = True  # a stop text ended the answer, which the engine does not know
                         self._begin_abort()
             except _Failed as failed:
@@ -269,13 +231,15 @@ class TokenStream:
                 self._error = error
             if self._error:
                 raise self._error
+            if event is None:
+                raise StopAsyncIteration
             return event
 
     async def _next_output(self) -> Any:
         with vllm_errors_translated(self._why_dead):
             return self._outputs.get_nowait() or await self._outputs.get()
 
-    def _event(self, output: Any) -> Prefilled | StreamedTokens | None:
+    def _event(self, output: Any) -> Prefilled | AnswerChunk | None:
         """Return an output's new tokens with their text, up to a stop text, or `Prefilled` at the end of a chunk.
 
         Returns None if that chunk's prompt is not the newest. Sets `record`, if the output has one. Raises BackendError
@@ -298,11 +262,13 @@ class TokenStream:
         self._num_answered += len(new)
         assert self._text is not None, "tokens came before the prompt was complete"
         piece = self._text.add(new, part.finish_reason)
-        return StreamedTokens(
+        finish_reason = "stop" if piece.has_stop_text else part.finish_reason
+        return AnswerChunk(
             piece.text,
             tuple(new[: piece.num_tokens]),
+            finish_reason,
+            self.record if finish_reason else None,
             logprobs and logprobs[: piece.num_tokens],
-            "stop" if piece.has_stop_text else part.finish_reason,
         )
 
     async def abort(self) -> None:
@@ -346,32 +312,17 @@ class TokenStreams:
         self._open: set[TokenStream] = set()
 
     @asynccontextmanager
-    async def open(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        is_complete: bool = False,
-        hint: Hint | None = None,
-        source_name: str = "",
-        request_class: RequestClass = "pool",
-        draft: Sequence[int] = (),
-    ) -> AsyncIterator[TokenStream]:
-        """Open a stream whose prompt begins with these tokens. Leaving the context aborts an unfinished request, and
-        waits for the abort.
-
-        `source_name` names the retriever that the chunks come from: the engine learns how often its chunks come.
-        `request_class` is the kind of caller that waits for the answer, for the engine's policy. For `draft`, see
-        `TokenStream.update`.
+    async def open(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[TokenStream]:
+        """Open a stream with its first prompt. Leaving the context aborts an unfinished request, and waits for that.
 
         :raises PromptTooLongError: the prompt leaves no room for an answer.
         :raises ConfigurationError: `params` have what vLLM refuses, or what a streamed prompt cannot have.
         :raises EngineDeadError: the engine's processes are gone.
         """
-        stream = TokenStream(self._engine, params, self._clock, self._why_dead, source_name, request_class)
+        stream = TokenStream(self._engine, params, self._clock, self._why_dead)
         self._open.add(stream)
         try:
-            await stream.update(token_ids, is_complete=is_complete, hint=hint, draft=draft)
+            await stream.update(prompt)
             await stream._start()
             yield stream
         finally:

@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from streamrag.core import Prefilled, Prompt, SamplingParams, Turn, common_prefix_len, part_name
+from streamrag.core.retrieval import closing
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError
 from streamrag.modes.conversation import Conversation, ConversationPrompt
 from streamrag.query.answer_chunks import AnswerChunks
-from streamrag.query.retrieval import closing
 from streamrag.serve.open_queries import OpenQuery
 from streamrag.serve.service import Service
 from streamrag.telemetry import (
@@ -29,8 +29,9 @@ class ConversationStream:
     that is slower than the prompts gets only the newest.
     """
 
-    def __init__(self, service: Service, opened: OpenQuery, params: SamplingParams) -> None:
+    def __init__(self, service: Service, opened: OpenQuery, params: SamplingParams, conversation_id: str) -> None:
         self.params = params
+        self._conversation_id = conversation_id
         self._service = service
         self._opened = opened
         self._tokenizer = service.model.tokenizer
@@ -107,7 +108,7 @@ class ConversationStream:
                 self._num_prompt_tokens = len(token_ids)
                 self._opened.note(ContextComplete(self._complete_s, num_turns, len(token_ids), (), unit))
             sent = token_ids
-            yield Prompt(token_ids, num_shared, is_complete)
+            yield Prompt(token_ids, num_shared, is_complete, conversation_id=self._conversation_id)
 
     def _now(self) -> float:
         """Return the seconds since this stream was made."""

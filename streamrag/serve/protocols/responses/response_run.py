@@ -13,7 +13,7 @@ from streamrag.serve.protocols.responses.conversation_stream import Conversation
 from streamrag.serve.protocols.responses.encoder import ResponseEncoder, ServerEvent
 from streamrag.serve.protocols.responses.requests import CheckedRequest
 from streamrag.serve.protocols.responses.states import State
-from streamrag.serve.service import Service, first_question
+from streamrag.serve.service import Service, conversation_of
 from streamrag.telemetry import Answered, QueryEvent
 
 SendEvent: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
@@ -36,9 +36,9 @@ async def query_events(
         request.question,
         max_tokens=request.params.max_tokens,
         deadline_s=service.limits.deadline_s,
-        first_question=first_question(request.turns),
     ) as opened:
-        stream = ConversationStream(service, opened, request.params)
+        conversation_id = conversation_of(caller, request.turns, request.question)
+        stream = ConversationStream(service, opened, request.params, conversation_id)
         await stream.extend(request.conversation, is_complete=True)
         async with aclosing(stream.events()) as events:
             yield events

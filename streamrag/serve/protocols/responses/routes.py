@@ -10,7 +10,7 @@ from starlette.websockets import WebSocket
 
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
-from streamrag.serve.connections.sse import StreamEvent, Write, respond, unless_disconnected
+from streamrag.serve.connections.sse import Write, format_event, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.responses.encoder import ServerEvent
@@ -58,7 +58,7 @@ class _Handlers:
             run.send = send
             await run.run(self._service, caller, "responses")
 
-        def fail(failure: Failure) -> Sequence[StreamEvent]:
+        def fail(failure: Failure) -> Sequence[bytes]:
             return [_sse(event) for event in run.encoder.fail(failure)]
 
         timeout_s = self._service.limits.send_timeout_s
@@ -84,5 +84,5 @@ class _Handlers:
         await ResponseSocket(self._service, self._states, socket, socket.scope[CALLER]).run()
 
 
-def _sse(event: ServerEvent) -> StreamEvent:
-    return StreamEvent(encode_json(event), event=event["type"])
+def _sse(event: ServerEvent) -> bytes:
+    return format_event(encode_json(event), event=event["type"])

@@ -19,18 +19,18 @@ from starlette.websockets import WebSocket
 
 from streamrag.errors import ConfigurationError, DeadlineExceededError, PromptTooLongError, StreamRagError
 from streamrag.serve.connections.json_socket import Frames
-from streamrag.serve.connections.sse import MAX_UNSENT
 from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
 from streamrag.serve.protocols.responses.requests import ResponseRequest, check_request
 from streamrag.serve.protocols.responses.response_run import ResponseRun
 from streamrag.serve.protocols.responses.states import StateStore
-from streamrag.serve.service import Service, first_question
+from streamrag.serve.service import Service, conversation_of
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.telemetry import QueryEvent
 
 MAX_WAITING = 64  # maximum queued requests of one stream
+MAX_UNSENT = 16  # events that are buffered for a slow reader, before backpressure stops its query
 
 Reader: TypeAlias = asyncio.Task[None]
 
@@ -148,9 +148,9 @@ class SocketStream:
             "websocket",
             first.question,
             max_tokens=first.params.max_tokens,
-            first_question=first_question(first.turns),
         ) as opened:
-            stream = ConversationStream(self._service, opened, first.params)
+            conversation_id = conversation_of(self._socket.caller, first.turns, first.question)
+            stream = ConversationStream(self._service, opened, first.params, conversation_id)
             async with _reader(stream) as (events, reader):
                 while response.request.body.is_prepared_only:
                     await self._prepare(response, stream)

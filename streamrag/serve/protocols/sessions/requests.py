@@ -125,9 +125,9 @@ async def answer_events(
         caller, "sessions", question.question, max_tokens=params.max_tokens, num_prompt_tokens=num_tokens
     )
     with served.in_use():
-        async with place as opened, stream as events:
+        async with place as opened, stream.observe(opened.note) as events:
             try:
-                async for event in opened.noted(events):
+                async for event in events:
                     yield event
             except PipelineClosedError as error:
                 raise closed_error(service, error) from None

@@ -27,7 +27,7 @@ from streamrag.errors import PipelineClosedError, StreamRagError
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
 from streamrag.serve.connections.json_socket import Frames
-from streamrag.serve.connections.sse import StreamEvent, Write, unless_disconnected
+from streamrag.serve.connections.sse import Write, format_event, unless_disconnected
 from streamrag.serve.protocols.event_encoder import encode_sse, event_values, respond_with_events, wait_for_answer
 from streamrag.serve.protocols.sessions.requests import (
     Data,
@@ -156,10 +156,10 @@ class _Handlers:
 
         async def produce(write: Write) -> None:
             with served.being_read(self._service.limits):
-                await write(StreamEvent(encode_json(encode_state(served)), event="session"))
+                await write(format_event(encode_json(encode_state(served)), event="session"))
                 async with aclosing(served.read(last, request.scope[CALLER])) as events:
                     async for event in events:
-                        await write(StreamEvent(encode_json(event.values), event=event.name, id=str(event.id)))
+                        await write(format_event(encode_json(event.values), event=event.name, id=event.id))
 
         return await respond_with_events(request, self._service, produce)
 

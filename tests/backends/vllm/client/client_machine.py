@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrag.backends.vllm.client import token_streams
-from streamrag.core import Prefilled, SamplingParams
+from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError, StreamRagError
 
 TOKENS = st.one_of(st.lists(st.integers(10, 60), min_size=1, max_size=8), st.sampled_from([[], [20] * MAX_MODEL_LEN]))
@@ -104,7 +104,7 @@ class ClientMachine(RuleBasedStateMachine):
     def opens(self, token_ids: list[int], is_complete: bool, cuts: Cuts) -> None:
         if len(self.open) == 2:
             self.leaves(next(truth for truth in self.open if truth.is_complete))
-        context = self.streams.open(token_ids, STOP, is_complete=is_complete)
+        context = self.streams.open(Prompt(tuple(token_ids), is_complete=is_complete), STOP)
         found = self.run(context.__aenter__(), cuts)
         if isinstance(found, asyncio.CancelledError):
             assert cuts
@@ -128,7 +128,8 @@ class ClientMachine(RuleBasedStateMachine):
             assert isinstance(found, EngineDeadError)
         elif truth.is_aborted or truth.is_complete or truth.is_refused or truth.error:
             # What is wrong with the prompt itself is seen first where the news of the stream's end is still on its way.
-            is_invalid = truth.error is not None and not 0 < len(prompt) < MAX_MODEL_LEN
+            is_unread = truth.error is not None or truth.is_refused
+            is_invalid = is_unread and not 0 < len(prompt) < MAX_MODEL_LEN
             assert isinstance(found, BackendError) or is_invalid, found
         else:
             expected = PromptTooLongError if prompt else ConfigurationError
@@ -147,7 +148,7 @@ class ClientMachine(RuleBasedStateMachine):
     def updates(self, which: int, kept: int, token_ids: list[int], is_complete: bool, cuts: Cuts) -> None:
         truth = self.one(which)
         prompt = truth.prompt[:kept] + token_ids
-        found = self.run(truth.stream.update(prompt, is_complete=is_complete), cuts)
+        found = self.run(truth.stream.update(Prompt(tuple(prompt), is_complete=is_complete)), cuts)
         self.pushed(truth, found, prompt, is_complete=is_complete, cuts=cuts)
 
     @precondition(lambda self: self.open)
@@ -206,7 +207,7 @@ class ClientMachine(RuleBasedStateMachine):
 
         async def read() -> list[Any]:
             await settle()
-            reading = [cancelled_at(cuts, anext(truth.stream.events(), None)) for cuts in cuts_of_each]
+            reading = [cancelled_at(cuts, anext(truth.stream, None)) for cuts in cuts_of_each]
             await settle()
             if is_early:
                 self.computes([30], is_last=True)
@@ -221,7 +222,7 @@ class ClientMachine(RuleBasedStateMachine):
             self.has_read(truth, found)
 
     def has_read(self, truth: Truth, found: Any) -> None:
-        if isinstance(found, self.module.StreamedTokens):
+        if isinstance(found, AnswerChunk):
             assert not truth.has_ended
             truth.tokens += found.token_ids
             truth.has_ended = found.finish_reason is not None

@@ -7,43 +7,38 @@ from types import ModuleType
 from streamrag.backends.vllm.client import token_streams
 
 YIELDS = "await self._let_others_run()"
-ADDS = "self._push(self._token_ids + added, len(self._token_ids), hint=hint)"
+ADDS = "self._push(self._with(added, hint))"
 UPDATES = (
-    "num_shared = common_prefix_len(self._token_ids, new, num_shared)\n"
-    "        self._push(new, num_shared, is_complete=is_complete, hint=hint, draft=draft)"
+    "num_shared = common_prefix_len(self._prompt.token_ids, prompt.token_ids, prompt.num_shared)\n"
+    "        self._push(replace(prompt, num_shared=num_shared))"
 )
-FINISHES = "self._push(self._token_ids + added, len(self._token_ids), is_complete=True, params=params)"
+FINISHES = "self._push(replace(self._with(added), is_complete=True), params)"
 NEXT = "\n        "
 
 MUTANTS: dict[str, tuple[str, str]] = {
     "a cancelled append has changed the prompt": (
         YIELDS + NEXT + ADDS,
-        NEXT.join(
-            (
-                "num_kept, self._token_ids = len(self._token_ids), self._token_ids + added",
-                YIELDS,
-                "self._push(self._token_ids, num_kept, hint=hint)",
-            )
-        ),
+        NEXT.join(("new = self._prompt = self._with(added, hint)", YIELDS, "self._push(new)")),
     ),
     "a cancelled update has changed the prompt": (
         YIELDS + NEXT + UPDATES,
-        NEXT.join(("self._token_ids = new", YIELDS, UPDATES)),
+        NEXT.join(("self._prompt = replace(prompt, is_complete=False)", YIELDS, UPDATES)),
     ),
     "a cancelled finish has completed the prompt": (
         YIELDS + NEXT + FINISHES,
-        NEXT.join(("self.is_complete = True", YIELDS, "self.is_complete = False", FINISHES)),
+        NEXT.join(
+            (
+                "old, self._prompt = self._prompt, replace(self._prompt, is_complete=True)",
+                YIELDS,
+                "self._prompt = old",
+                FINISHES,
+            )
+        ),
     ),
     "a push can be cancelled when it is done": (YIELDS + NEXT + ADDS, ADDS + NEXT + YIELDS),
     "appends of several tasks overwrite each other": (
         YIELDS + NEXT + ADDS,
-        NEXT.join(
-            (
-                "new, num_kept = self._token_ids + added, len(self._token_ids)",
-                YIELDS,
-                "self._push(new, num_kept, hint=hint)",
-            )
-        ),
+        NEXT.join(("new = self._with(added, hint)", YIELDS, "self._push(new)")),
     ),
     "the parameters of a finish that is refused stay": (
         "chunk_params = for_stream(answer_params, ",
@@ -51,16 +46,17 @@ MUTANTS: dict[str, tuple[str, str]] = {
     ),
     "the parameters of a finish do not count": ("if params is None else", "if True else"),
     "a push that is refused is counted": (
-        "check_prompt_len(len(new), self._max_model_len)",
-        "self._num_messages += len(new) >= self._max_model_len; check_prompt_len(len(new), self._max_model_len)",
+        "check_prompt_len(len(new.token_ids), self._max_model_len)",
+        "self._num_messages += len(new.token_ids) >= self._max_model_len\n"
+        "        check_prompt_len(len(new.token_ids), self._max_model_len)",
     ),
     "a push that is refused has completed the prompt": (
-        "if not new:",
-        "self.is_complete = is_complete\n        if not new:",
+        "if not new.token_ids:",
+        "self._prompt = replace(self._prompt, is_complete=new.is_complete)\n        if not new.token_ids:",
     ),
     "an update keeps a token too many": (
-        "common_prefix_len(self._token_ids, new, num_shared)",
-        "common_prefix_len(self._token_ids, new, num_shared) + 1",
+        "common_prefix_len(self._prompt.token_ids, prompt.token_ids, prompt.num_shared)",
+        "min(common_prefix_len(self._prompt.token_ids, prompt.token_ids, 0) + 1, len(prompt.token_ids))",
     ),
     "a dead engine is not noticed by a push": ("if self._engine.errored:", "if False:"),
     "a refused stream is not noticed by a push": ("self._is_aborted or self._error or", "self._is_aborted or"),

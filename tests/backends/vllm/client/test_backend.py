@@ -23,7 +23,7 @@ from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.backends.vllm.client.sampling import to_vllm
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream
+from streamrag.backends.vllm.client.token_streams import TokenStream
 from streamrag.core import (
     AnswerChunk,
     Append,
@@ -94,8 +94,9 @@ class Requests:
         """Log-probabilities of the last request's tokens."""
         self._generate = engine.generate
         monkeypatch.setattr(engine, "generate", self.generate)
-        self._events = TokenStream.events
-        monkeypatch.setattr(TokenStream, "events", lambda stream: self.events(stream))
+        self._next_event = TokenStream.__anext__
+        monkeypatch.setattr(TokenStream, "__aiter__", lambda stream: self.count_stream(stream))
+        monkeypatch.setattr(TokenStream, "__anext__", lambda stream: self.next_event(stream))
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
         outputs: list[Any] = []
@@ -108,14 +109,16 @@ class Requests:
                 self._note(output.outputs[0].token_ids, output.outputs[0].logprobs)
                 yield output
 
-    async def events(self, stream: TokenStream) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
+    def count_stream(self, stream: TokenStream) -> TokenStream:
         self.num_streams += 1
         self.logprobs = []
-        async with aclosing(self._events(stream)) as events:
-            async for event in events:
-                if isinstance(event, StreamedTokens):
-                    self._note(event.token_ids, event.logprobs)
-                yield event
+        return stream
+
+    async def next_event(self, stream: TokenStream) -> Prefilled | AnswerChunk:
+        event = await self._next_event(stream)
+        if isinstance(event, AnswerChunk):
+            self._note(event.token_ids, event.logprobs)
+        return event
 
     def _note(self, token_ids: Sequence[int], logprobs: Any) -> None:
         pairs = zip(token_ids, logprobs or [], strict=bool(logprobs))
@@ -658,8 +661,8 @@ async def test_a_streamed_prompt_has_the_structured_output_of_one_that_came_at_o
 ) -> None:
     params = SamplingParams(max_tokens=40, extra={"structured_outputs": grammar})
     whole = [token_id for chunk in await one_shot_chunks(backend, B + QUESTION, params) for token_id in chunk.token_ids]
-    async with backend.streams.open(A, params) as stream:
-        await stream.update(B)
+    async with backend.streams.open(Prompt(tuple(A)), params) as stream:
+        await stream.update(Prompt(tuple(B)))
         await stream.finish(QUESTION)
         assert await tokens_of(stream) == whole
     assert re.match(pattern, backend.model.tokenizer.decode(whole))
@@ -684,7 +687,7 @@ async def test_a_plain_request_with_a_grammar_has_its_turn_beside_streams_that_l
     async def streams(number: int) -> None:
         for turn in count():
             prompt = text(6000, 100 * number + turn)
-            async with backend.streams.open(prompt[:700], GREEDY) as stream:
+            async with backend.streams.open(Prompt(tuple(prompt[:700])), GREEDY) as stream:
                 await stream.append(prompt[700:])
                 await stream.finish(QUESTION)
                 await tokens_of(stream)
@@ -717,7 +720,7 @@ async def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(
 
 
 async def test_a_chunk_that_the_engine_refuses_fails_its_stream_alone(backend: VllmBackend) -> None:
-    async with backend.streams.open(A, GREEDY) as other:
+    async with backend.streams.open(Prompt(tuple(A)), GREEDY) as other:
         with pytest.raises(BackendError, match=r"vLLM refuses the request.*out of vocabulary"):
             await answer(backend, at_once(prompts_of(B, [*B, 1_000_000])))
         await other.finish(QUESTION)
@@ -913,9 +916,9 @@ async def test_a_push_interface_has_neither(backend: VllmBackend, params: Sampli
     with pytest.raises(
         ConfigurationError, match=r"(n|prompt_logprobs) cannot be used with a streamed prompt.*pipeline"
     ):
-        async with backend.streams.open(A, params):
+        async with backend.streams.open(Prompt(tuple(A)), params):
             pass
-    async with backend.streams.open(A, GREEDY) as stream:
+    async with backend.streams.open(Prompt(tuple(A)), GREEDY) as stream:
         with pytest.raises(ConfigurationError, match="cannot be used with a streamed prompt"):
             await stream.finish(QUESTION, params=params)
     await assert_nothing_is_left(backend)
@@ -925,19 +928,19 @@ async def test_a_push_interface_has_neither(backend: VllmBackend, params: Sampli
 
 
 async def tokens_of(stream: TokenStream) -> list[int]:
-    return [token_id async for event in stream if isinstance(event, StreamedTokens) for token_id in event.token_ids]
+    return [token_id async for event in stream if isinstance(event, AnswerChunk) for token_id in event.token_ids]
 
 
 async def test_a_program_may_push_the_tokens_of_a_prompt(backend: VllmBackend) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, stop=("never",))
-    async with backend.streams.open(A, SamplingParams()) as stream:
-        assert await anext(stream.events()) == Prefilled(699)
+    async with backend.streams.open(Prompt(tuple(A)), SamplingParams()) as stream:
+        assert await anext(stream) == Prefilled(699)
         await stream.append(B)
-        await stream.update(A[:300] + C, hint=Hint(end_s=1.0))
+        await stream.update(Prompt(tuple(A[:300] + C), hint=Hint(end_s=1.0)))
         assert stream.num_tokens == 1000
         assert await backend.num_unfinished_requests() == 1
         await stream.finish(QUESTION, params=params)
-        events = [event async for event in stream if isinstance(event, StreamedTokens)]
+        events = [event async for event in stream if isinstance(event, AnswerChunk)]
         expected = joined(await one_shot_chunks(backend, A[:300] + C + QUESTION, params))
         assert "".join(event.text for event in events) == expected[0]
         assert [token_id for event in events for token_id in event.token_ids] == expected[1]
@@ -950,10 +953,9 @@ async def test_a_program_may_push_the_tokens_of_a_prompt(backend: VllmBackend) -
 
 
 async def test_an_aborted_stream_says_so_to_all_who_use_it(backend: VllmBackend) -> None:
-    async with backend.streams.open(A, GREEDY) as stream:
-        events = stream.events()
-        assert await anext(events) == Prefilled(699)
-        reading = asyncio.create_task(anext(events))
+    async with backend.streams.open(Prompt(tuple(A)), GREEDY) as stream:
+        assert await anext(stream) == Prefilled(699)
+        reading = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         await stream.abort()
         await assert_nothing_is_left(backend)
@@ -965,7 +967,7 @@ async def test_an_aborted_stream_says_so_to_all_who_use_it(backend: VllmBackend)
 
 
 async def test_a_prompt_that_was_too_long_leaves_the_stream_as_it_was(backend: VllmBackend) -> None:
-    async with backend.streams.open(A, GREEDY) as stream:
+    async with backend.streams.open(Prompt(tuple(A)), GREEDY) as stream:
         with pytest.raises(PromptTooLongError, match="max_model_len is 8192"):
             await stream.append(text(MAX_MODEL_LEN))
         with pytest.raises(ConfigurationError, match="prompt_logprobs"):
@@ -1000,16 +1002,16 @@ async def test_closing_the_backend_fails_what_runs_and_what_comes_after(backend:
 
     endless = SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True)
     async with (
-        backend.streams.open(A, GREEDY) as idle,
+        backend.streams.open(Prompt(tuple(A)), GREEDY) as idle,
         aclosing(backend.generate(at_once(prompts_of(A)), endless)) as events,
     ):
-        await anext(idle.events())
+        await anext(idle)
         await anext(events)
         closing = asyncio.create_task(backend.aclose())
         with pytest.raises(BackendError, match="closed"):
             await drained(events)
         with pytest.raises(BackendError, match="closed"):
-            await drained(idle.events())
+            await drained(idle)
         await closing
         with pytest.raises(EngineDeadError, match="the engine was closed"):
             await idle.append(B)

@@ -184,7 +184,7 @@ async def test_a_stream_may_be_cancelled_anywhere_also_while_it_is_opened_and_le
     async def run(client: Client, core: FakeCore) -> None:
         async with TokenStreams(client).open([20], PARAMS) as stream:
             await stream.append([21])
-            await anext(stream.events())
+            await anext(stream)
             await stream.finish([22])
             assert [event async for event in stream]
 
@@ -197,7 +197,7 @@ async def test_closing_the_backend_goes_to_its_end_though_it_is_cancelled() -> N
         backend = make_backend(core)
         processes: Any = backend._processes
         client = backend._engine
-        async with backend.streams.open([20], PARAMS), backend.streams.open([21], PARAMS):
+        async with backend.streams.open(Prompt((20,)), PARAMS), backend.streams.open(Prompt((21,)), PARAMS):
             await settle()
             task = cancelled_at((number,), backend.aclose())
             await asyncio.wait([task], timeout=5)

@@ -265,14 +265,17 @@ async def pushes_into(idle: TokenStream, read: TokenStream) -> None:
         cancelled.cancel()
         await asyncio.wait([cancelled])
         assert idle.num_tokens == num_tokens
-        await idle.update([5, 6, 7, *[8] * (num_tokens % 2)])
-        await read.update([5, 6, *[8] * (read.num_tokens % 2)])
+        await idle.update(Prompt((5, 6, 7, *[8] * (num_tokens % 2))))
+        await read.update(Prompt((5, 6, *[8] * (read.num_tokens % 2))))
 
 
 async def pushes_for_ever(backend: VllmBackend) -> None:
     """Into two streams, one of which is never read; half of the pushes are cancelled. Returns when the engine dies."""
-    async with backend.streams.open([5, 6, 7], ENDLESS) as idle, backend.streams.open([5, 6], ENDLESS) as read:
-        reading = asyncio.ensure_future(drained(read.events()))
+    async with (
+        backend.streams.open(Prompt((5, 6, 7)), ENDLESS) as idle,
+        backend.streams.open(Prompt((5, 6)), ENDLESS) as read,
+    ):
+        reading = asyncio.ensure_future(drained(read))
         with pytest.raises(EngineDeadError):
             await pushes_into(idle, read)
         for stream in (idle, read):
@@ -283,7 +286,7 @@ async def pushes_for_ever(backend: VllmBackend) -> None:
             await reading
         for _ in range(2):
             with pytest.raises(EngineDeadError):
-                await anext(idle.events())
+                await anext(idle)
 
 
 @pytest.mark.engine
@@ -312,7 +315,7 @@ async def test_an_engine_that_dies_fails_its_queries_and_then_every_other(
             await anext(backend.generate(prompts(), ENDLESS))
         if strategy == "streaming":
             with pytest.raises(EngineDeadError):
-                async with backend.streams.open([5, 6, 7], ENDLESS):
+                async with backend.streams.open(Prompt((5, 6, 7)), ENDLESS):
                     pass
         with pytest.raises(EngineDeadError):
             await backend.num_unfinished_requests()

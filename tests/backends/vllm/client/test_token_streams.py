@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from fake_engine import FakeCore, make_client, settle
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
-from streamrag.core import SamplingParams
+from streamrag.backends.vllm.client.token_streams import TokenStream, TokenStreams
+from streamrag.core import AnswerChunk, Prompt, SamplingParams
 from streamrag.errors import BackendError, EngineDeadError
 
 QUICK = settings(derandomize=True, max_examples=100, stateful_step_count=40, database=None, print_blob=False)
@@ -63,8 +62,8 @@ def streams(core: FakeCore) -> TokenStreams:
 
 PUSHES: dict[str, Callable[[TokenStream], Coroutine[Any, Any, None]]] = {
     "append": lambda stream: stream.append([23, 24]),
-    "update": lambda stream: stream.update([20, 25]),
-    "update, the LCP known": lambda stream: stream.update([20, 25], num_shared=1),
+    "update": lambda stream: stream.update(Prompt((20, 25))),
+    "update, the LCP known": lambda stream: stream.update(Prompt((20, 25), num_shared=1)),
     "finish": lambda stream: stream.finish([26], params=SamplingParams(max_tokens=5)),
 }
 
@@ -73,7 +72,7 @@ PUSHES: dict[str, Callable[[TokenStream], Coroutine[Any, Any, None]]] = {
 async def test_a_cancelled_push_has_changed_nothing_and_may_be_made_again(
     core: FakeCore, streams: TokenStreams, push: str
 ) -> None:
-    async with streams.open([20, 21, 22], SamplingParams(max_tokens=9)) as stream:
+    async with streams.open(Prompt((20, 21, 22)), SamplingParams(max_tokens=9)) as stream:
         pushing = asyncio.ensure_future(PUSHES[push](stream))
         await settle_until_it_waits(pushing)
         pushing.cancel()
@@ -90,7 +89,7 @@ async def test_a_cancelled_push_has_changed_nothing_and_may_be_made_again(
         assert held.params.max_tokens == (5 if push == "finish" else 9)
         core.answer(*core.held, [30], is_last=True)
         events = [event async for event in stream]
-        assert events == [StreamedTokens("<", (30,), None, "length")]
+        assert events == [AnswerChunk("<", (30,), "length")]
     assert core.problems == []
 
 
@@ -102,7 +101,10 @@ async def settle_until_it_waits(task: "asyncio.Task[None]") -> None:
 async def test_after_the_engines_death_any_number_of_pushes_raise_at_once(
     core: FakeCore, streams: TokenStreams
 ) -> None:
-    async with streams.open([20], SamplingParams()) as idle, streams.open([21], SamplingParams()) as other:
+    async with (
+        streams.open(Prompt((20,)), SamplingParams()) as idle,
+        streams.open(Prompt((21,)), SamplingParams()) as other,
+    ):
         await settle()
         pushing = [asyncio.ensure_future(idle.append([22])) for _ in range(200)]
         await asyncio.sleep(0)  # all of them have begun
@@ -116,10 +118,10 @@ async def test_after_the_engines_death_any_number_of_pushes_raise_at_once(
                         await push(stream)
             for _ in range(3):
                 with pytest.raises(EngineDeadError, match="it was killed"):
-                    await anext(stream.events())
+                    await anext(stream)
         assert (idle.num_tokens, other.num_tokens) == (1, 1)
     with pytest.raises(EngineDeadError, match="it was killed"):
-        async with streams.open([20], SamplingParams()):
+        async with streams.open(Prompt((20,)), SamplingParams()):
             pass
 
 
@@ -127,7 +129,7 @@ async def test_the_engine_dies_while_vllm_waits_for_its_first_answer_of_all(
     core: FakeCore, streams: TokenStreams
 ) -> None:
     core.is_deaf = True
-    opening = asyncio.ensure_future(streams.open([20], SamplingParams()).__aenter__())
+    opening = asyncio.ensure_future(streams.open(Prompt((20,)), SamplingParams()).__aenter__())
     await settle()
     core.die()
     with pytest.raises(EngineDeadError, match="it was killed"):
@@ -135,7 +137,7 @@ async def test_the_engine_dies_while_vllm_waits_for_its_first_answer_of_all(
 
 
 async def test_a_stream_that_is_aborted_while_it_is_opened_is_not_opened(core: FakeCore, streams: TokenStreams) -> None:
-    context = streams.open([20], SamplingParams())
+    context = streams.open(Prompt((20,)), SamplingParams())
     opening = asyncio.ensure_future(context.__aenter__())
     await asyncio.sleep(0)
     await streams.aclose()
@@ -148,21 +150,20 @@ async def test_a_stream_that_is_aborted_while_it_is_opened_is_not_opened(core: F
 async def test_a_reader_hears_of_an_abort_before_vllm_has_handed_over_any_output(
     core: FakeCore, streams: TokenStreams
 ) -> None:
-    async with streams.open([20], SamplingParams()) as stream:
+    async with streams.open(Prompt((20,)), SamplingParams()) as stream:
         await stream.abort()
         for _ in range(2):
             with pytest.raises(BackendError, match="dropped the stream"):
-                await anext(stream.events())
+                await anext(stream)
     await settle()
     assert core.num_requests == 0
 
 
 async def test_an_iteration_that_is_left_goes_on_where_it_was(core: FakeCore, streams: TokenStreams) -> None:
-    async with streams.open([20, 21], SamplingParams(), is_complete=True) as stream:
+    async with streams.open(Prompt((20, 21), is_complete=True), SamplingParams()) as stream:
         await settle()
         core.answer(*core.held, [30], is_last=False)
-        async with aclosing(stream.events()) as events:
-            assert await anext(events) == StreamedTokens("<", (30,))
+        assert await anext(stream) == AnswerChunk("<", (30,))
         core.answer(*core.held, [31], is_last=True)
-        assert [event async for event in stream] == [StreamedTokens("=", (31,), None, "length")]
+        assert [event async for event in stream] == [AnswerChunk("=", (31,), "length")]
         assert [event async for event in stream] == []

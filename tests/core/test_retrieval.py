@@ -27,9 +27,9 @@ from streamrag import (
 )
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import BackendEvent, CutShort, ModelInfo, SourceEvent
+from streamrag.core.retrieval import Retrieval, closing
 from streamrag.errors import BackendError, DeadlineExceededError, PipelineClosedError, SourceError
 from streamrag.query.answer_stream import AnswerStream
-from streamrag.query.retrieval import Retrieval, closing
 from streamrag.support import tasks as tasks_module
 from streamrag.telemetry import ChunkArrived
 from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource
