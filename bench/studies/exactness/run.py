@@ -174,7 +174,7 @@ async def stream(streams: TokenStreams, pieces: Pieces) -> Answer:
             if isinstance(event, AnswerChunk):
                 answer += tokens_of(event)
             elif rest:
-                await growing.update(rest[0], is_complete=len(rest) == 1)
+                await growing.update(Prompt(tuple(rest[0]), is_complete=len(rest) == 1))
                 del rest[0]
     return answer
 

@@ -136,9 +136,9 @@ async def stream(
     async with streams.open(Prompt(tuple(first)), GREEDY) as growing:
         for prompt in rest:
             if way == UPDATED:
-                await growing.update(prompt[: rng.randrange(len(prompt))] + make_chunk(rng, sizes))
+                await growing.update(Prompt((*prompt[: rng.randrange(len(prompt))], *make_chunk(rng, sizes))))
                 await asyncio.sleep(rng.uniform(0, MOST_GAP_S))
-            await growing.update(prompt)
+            await growing.update(Prompt(tuple(prompt)))
             await asyncio.sleep(rng.uniform(0, MOST_GAP_S))
         await growing.finish()
         async for event in growing:
