@@ -64,7 +64,7 @@ gpu: ## with GPU_PYTHON=python3, which has vLLM for CUDA, a quarter of an hour: 
 clean: ## remove what the targets made
 	rm -rf .venv .venv-voice .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.venv/installed: pyproject.toml scripts/install.sh
+.venv/installed: pyproject.toml bench/pyproject.toml scripts/install.sh
 	scripts/install.sh
 
 .venv/nixl-installed: .venv/installed
