@@ -134,7 +134,8 @@ class _EventStream(Response):
         if not self._has_event.done():
             self._has_event.set_result(None)
         send = self._sending.result() if self._sending.done() else await asyncio.shield(self._sending)
-        self._unsent_since_s = asyncio.get_running_loop().time()
+        if self._unsent_since_s is None:  # else a ping waits behind an event
+            self._unsent_since_s = asyncio.get_running_loop().time()
         await send({"type": "http.response.body", "body": event, "more_body": more_body})
         self._unsent_since_s = None
 
