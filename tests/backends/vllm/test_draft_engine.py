@@ -185,7 +185,7 @@ async def test_a_random_answer_has_only_the_top_k_most_probable_tokens(engine: A
     params = SamplingParams(max_tokens=NUM_ANSWER_TOKENS, temperature=1.0, ignore_eos=True, extra={"logprobs": 1})
     assert largest_difference((await answer(engine, params=replace(params, top_k=1)))[0], plain) <= MOST_DIFFERENCE
     ranks = []
-    async with TokenStreams(engine).open(PROMPT, replace(params, max_tokens=200, top_k=3)) as stream:
+    async with TokenStreams(engine).open(Prompt(tuple(PROMPT)), replace(params, max_tokens=200, top_k=3)) as stream:
         await stream.finish()
         async for event in stream:
             if isinstance(event, AnswerChunk):
@@ -196,7 +196,7 @@ async def test_a_random_answer_has_only_the_top_k_most_probable_tokens(engine: A
 async def test_no_draft_is_verified_on_a_cpu_while_a_request_samples_at_random(engine: AsyncLLM) -> None:
     plain, _ = await answer(engine)
     at_random = SamplingParams(max_tokens=200, temperature=1.0, ignore_eos=True)
-    async with TokenStreams(engine).open(PROMPT, at_random) as stream:
+    async with TokenStreams(engine).open(Prompt(tuple(PROMPT)), at_random) as stream:
         await stream.finish()
         await anext(aiter(stream))
         found, record = await answer(engine, token_ids(plain))

@@ -35,7 +35,7 @@ from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.client.arguments import kv_transfer_config
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import TokenStream, TokenStreams
-from streamrag.core import AnswerChunk, Prefilled
+from streamrag.core import AnswerChunk, Prefilled, Prompt
 from streamrag.errors import BackendError
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -86,7 +86,7 @@ def is_same(answer: Answer, expected: Answer) -> bool:
 async def test_an_engine_pauses_beside_an_idle_stream_and_goes_on(engine: AsyncLLM, mode: str, is_asleep: bool) -> None:
     prompt = tokens(random.Random(1), 200)
     name = f"{mode}-{is_asleep}"
-    async with TokenStreams(engine).open(prompt, GREEDY) as stream:
+    async with TokenStreams(engine).open(Prompt(tuple(prompt)), GREEDY) as stream:
         events = await prefilled(stream)
         await fresh(engine, f"answered-{name}", prompt[:50], [(0, 0.0)])
         async with asyncio.timeout(PATIENCE_S):
@@ -130,7 +130,7 @@ NONSENSE: list[Any] = [
 async def test_requests_with_nonsense_in_extra_args_fail_alone(engine: AsyncLLM) -> None:
     prompt = tokens(random.Random(2), 200)
     nonsense = [{KEY: each} for each in NONSENSE] + [{"kv_transfer_params": 5}, PromptMessage(0, 0, True).extra_args()]
-    async with TokenStreams(engine).open(prompt, GREEDY) as stream:
+    async with TokenStreams(engine).open(Prompt(tuple(prompt)), GREEDY) as stream:
         events = await prefilled(stream)
         for number, extra_args in enumerate(nonsense):
             params = to_vllm(GREEDY, engine.vllm_config)
@@ -144,7 +144,7 @@ async def test_requests_with_nonsense_in_extra_args_fail_alone(engine: AsyncLLM)
 
 async def test_a_chunk_that_is_lost_on_its_way_fails_its_stream_alone(engine: AsyncLLM) -> None:
     prompt = tokens(random.Random(3), 100)
-    async with TokenStreams(engine).open(prompt, GREEDY) as stream:
+    async with TokenStreams(engine).open(Prompt(tuple(prompt)), GREEDY) as stream:
         events = await prefilled(stream)
         stream._num_messages += 1
         await stream.append([7])

@@ -182,7 +182,7 @@ async def test_a_measuring_client_may_be_cancelled_anywhere() -> None:
 
 async def test_a_stream_may_be_cancelled_anywhere_also_while_it_is_opened_and_left() -> None:
     async def run(client: Client, core: FakeCore) -> None:
-        async with TokenStreams(client).open([20], PARAMS) as stream:
+        async with TokenStreams(client).open(Prompt((20,)), PARAMS) as stream:
             await stream.append([21])
             await anext(stream)
             await stream.finish([22])
