@@ -16,7 +16,7 @@ from fake_engine import MAX_MODEL_LEN, TEXT_TOKENS, Client, FakeCore, cancelled_
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.backends.vllm.client.token_streams import TokenStreams
-from streamrag.core import AnswerChunk, ModelInfo, Prompt, SamplingParams
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prompt, SamplingParams
 from streamrag.errors import BackendError, EngineDeadError
 from streamrag_bench.measured_engine import EngineClient
 
@@ -213,13 +213,16 @@ async def test_every_call_to_a_dead_engine_raises_at_once(strategy: Strategy) ->
         await asyncio.get_running_loop().create_future()
         yield PROMPTS[0]
 
+    async def first_event() -> BackendEvent:
+        return await anext(backend.generate(none_yet(), PARAMS))
+
     core = FakeCore()
     backend = make_backend(core, strategy)
     assert await backend.num_unfinished_requests() == 0
     assert await backend.reset_prefix_cache()
     core.die()
     calls: list[Coroutine[Any, Any, Any]] = [
-        anext(backend.generate(none_yet(), PARAMS)),  # type: ignore[list-item]
+        first_event(),
         backend.num_unfinished_requests(),
         backend.reset_prefix_cache(),
     ]
