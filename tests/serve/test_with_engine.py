@@ -296,6 +296,8 @@ async def test_leaving_in_decode_frees_kv_and_a_killed_engine_is_started_again(s
         await client.post("/v1/streams")
         await client.line({**OPEN, "max_tokens": 5}, append("Rome is the capital of Italy."), FINISH)
         assert await client.status() == 200
+        served.watcher.has_ended.clear()
         await client.until("answered")
+        await served.watcher.has_ended.wait()
     outcomes = ["left", "left", "left", "engine_dead", "engine_dead", "answered"]
     assert [outcome for _, outcome in served.watcher.ended] == outcomes
