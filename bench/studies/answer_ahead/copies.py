@@ -16,7 +16,6 @@ Then what the search costs our scheduler, without an engine: the first search of
 each later step of an answer that copies nothing, which is the longest; the least of several runs.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -41,15 +40,15 @@ from streamrag.backends.vllm.client.arguments import draft_args, scheduler_args
 from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
-from streamrag.demo.demo_folder import TEMPLATE, prepare_demo
+from streamrag.demo.demo_folder import TEMPLATE
 from streamrag.engine.drafts import NUM_ANCHOR, AnswerDraft
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.modes import PromptAssembler
 from streamrag.support.files import write_atomic
 from streamrag_bench.provenance import versions
 from studies.answer_ahead.run import retrieve
+from studies.demo_options import demo_parser, parse_and_prepare, print_load
 from studies.documentation_questions import QUESTIONS
-from studies.folders import DEMO
 
 MAX_TOKENS = 96
 MAX_MODEL_LEN = 4_096
@@ -231,13 +230,9 @@ def show(found: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=DEMO, help="that of `make demo` (%(default)s)")
+    parser = demo_parser(__doc__)
     parser.add_argument("--questions", type=int, default=24, metavar="N", help="(%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
-    arguments = parser.parse_args()
-    with console.status("making what the demo needs"):
-        prepare_demo(arguments.folder)
+    arguments = parse_and_prepare(parser, console)
     rows = asyncio.run(measure(arguments.folder, arguments.questions))
     found, load = summarize(rows), os.getloadavg()[0]
     show(found)
@@ -246,7 +241,7 @@ def main() -> int:
         console.print(
             f"{num_tokens:,} tokens: {costs['first_ms']:.1f} ms to sort, then {costs['step_us']:.1f} us a step"
         )
-    console.print(f"the machine's load over the last minute: {load:.0f}, on {os.cpu_count()} cores, our own included")
+    print_load(load, console)
     if arguments.json:
         as_json = {
             "date": date.today().isoformat(),

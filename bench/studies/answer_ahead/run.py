@@ -11,7 +11,6 @@ The bound: a draft saves no more than the time for which the engine idled before
 drafts. It idles from when a prompt is prefilled until the next one comes.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -28,10 +27,10 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag import Append, Chunk, HybridSource, Pipeline, SamplingParams, Update, VllmBackend
-from streamrag.demo.demo_folder import MAX_MODEL_LEN, TEMPLATE, prepare_demo
+from streamrag.demo.demo_folder import MAX_MODEL_LEN, TEMPLATE
 from streamrag.telemetry import ContextChanged, DraftUse, PrefillProgressed, QueryEvent
+from studies.demo_options import demo_parser, parse_and_prepare, print_load
 from studies.documentation_questions import QUESTIONS
-from studies.folders import DEMO
 from studies.results_file import write_results
 
 NUM_PASSAGES = 5
@@ -212,17 +211,13 @@ def show(found: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=DEMO, help="that of `make demo` (%(default)s)")
+    parser = demo_parser(__doc__)
     parser.add_argument("--questions", type=int, default=12, metavar="N", help="of each load (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
-    arguments = parser.parse_args()
-    with console.status("making what the demo needs"):
-        prepare_demo(arguments.folder)
+    arguments = parse_and_prepare(parser, console)
     rows = asyncio.run(measure(arguments.folder, arguments.questions))
     found, load = summarize(rows), os.getloadavg()[0]
     show(found)
-    console.print(f"the machine's load over the last minute: {load:.0f}, on {os.cpu_count()} cores, our own included")
+    print_load(load, console)
     if arguments.json:
         write_results(arguments.json, rows, load=load, loads=found)
     return 0 if all(row["num_equal"] == row["num_pairs"] for row in found.values()) else 1

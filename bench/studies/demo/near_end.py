@@ -8,7 +8,6 @@ empty prefix cache, and who goes first alternates. One question before all of th
 knows how long it takes. Ratios are of the same question and turn, not streaming over streaming, and their median.
 """
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -29,11 +28,10 @@ from streamrag.demo.demo_folder import (
     NUM_PASSAGES,
     NUM_SENTENCES,
     TEMPLATE,
-    prepare_demo,
 )
 from streamrag.telemetry import Answer
+from studies.demo_options import demo_parser, parse_and_prepare, print_load
 from studies.documentation_questions import QUESTIONS
-from studies.folders import DEMO
 from studies.results_file import write_results
 
 LEAD_S = 0.3
@@ -147,19 +145,15 @@ def show(found: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=DEMO, help="where `make demo` makes things (%(default)s)")
+    parser = demo_parser(__doc__)
     parser.add_argument("--questions", type=int, default=10, metavar="N", help="of the 40 (%(default)s)")
     parser.add_argument("--turns", type=int, default=1, metavar="N", help="through all of them (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
-    arguments = parser.parse_args()
-    with console.status("making what the demo needs"):
-        prepare_demo(arguments.folder)
+    arguments = parse_and_prepare(parser, console)
     rows = asyncio.run(measure(arguments.folder, [*QUESTIONS][: arguments.questions], arguments.turns))
     found = summary(rows)
     show(found)
     load = os.getloadavg()[0]
-    console.print(f"the machine's load over the last minute: {load:.0f}, on {os.cpu_count()} cores, our own included")
+    print_load(load, console)
     if arguments.json:
         write_results(arguments.json, rows, load=load, arms=found)
     return 0 if all(row["num_equal"] == row["num_questions"] for row in found.values()) else 1

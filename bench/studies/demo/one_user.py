@@ -9,7 +9,6 @@ first alternates. One question is asked before all of them and not counted. Rati
 streaming, and their median: over 1 is faster with streaming.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -25,8 +24,8 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag import Append, Chunk, Pipeline, SamplingParams, Update, VllmBackend
-from streamrag.demo.demo_folder import MAX_MODEL_LEN, docs_folder, prepare_demo, written_pages
-from studies.folders import DEMO
+from streamrag.demo.demo_folder import MAX_MODEL_LEN, docs_folder, written_pages
+from studies.demo_options import demo_parser, parse_and_prepare, print_load
 from studies.results_file import write_results
 
 PASSAGE_WORDS, NUM_PASSAGES = 90, 4
@@ -181,17 +180,13 @@ def show(found: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=DEMO, help="that of `make demo` (%(default)s)")
+    parser = demo_parser(__doc__)
     parser.add_argument("--questions", type=int, default=8, metavar="N", help="of each load (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
-    arguments = parser.parse_args()
-    with console.status("making what the demo needs"):
-        prepare_demo(arguments.folder)
+    arguments = parse_and_prepare(parser, console)
     rows = asyncio.run(measure(arguments.folder, arguments.questions))
     found, load = summarize(rows), os.getloadavg()[0]
     show(found)
-    console.print(f"the machine's load over the last minute: {load:.0f}, on {os.cpu_count()} cores, our own included")
+    print_load(load, console)
     if arguments.json:
         write_results(arguments.json, rows, load=load, loads=found)
     return 0 if all(row["num_equal"] == row["num_pairs"] for row in found.values()) else 1
