@@ -111,7 +111,7 @@ GIVEN = {"AnswerStream", "EventStream", "Session", "TokenStream", "TokenStreams"
 
 INTERNAL = {
     "PromptTemplate.passage_format",
-    "Refresh.backend_for",
+    "Refresh.begin",
     "Refresh.check_query",
     "Refresh.prefill",
     "Refresh.query_after",

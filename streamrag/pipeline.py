@@ -12,12 +12,14 @@ import anyio
 
 from streamrag.core import Backend, Mode, Progress, Source
 from streamrag.core.lifecycle import start_all
+from streamrag.core.retrieval import Retrieval
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.modes import PromptTemplate, UpdateMode
 from streamrag.query.answer_stream import AnswerStream, Emit, EventStream
 from streamrag.query.options import Query, QueryOptions, check_options
 from streamrag.query.overlap import OverlapChooser
 from streamrag.query.run import QueryRun
+from streamrag.query.state import QueryState
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.messages import plain_text, short_repr, type_name
 from streamrag.support.tasks import is_cancelled, wait_shielded
@@ -275,17 +277,17 @@ class Pipeline:
                 f"{num_queries} queries are running, and max_concurrent_queries={self.max_concurrent_queries}: "
                 'try again later, raise it, or let queries wait with when_full="wait"'
             )
-        run = QueryRun(
-            query,
-            source=source,
-            backend=self.backend,
-            mode=self._mode,
-            answers_despite_source_error=self._answers_despite_source_error,
-            overlap_chooser=self._overlap_chooser,
-            clock=self._clock,
-            emit=emit,
+        state = QueryState(
+            Retrieval(source, query.text),
+            self.backend,
+            self._mode,
+            emit,
+            self._clock,
+            submitted_s=self._clock(),
             recorder=self._recorder if source is self.source else None,
+            answers_despite_source_error=self._answers_despite_source_error,
         )
+        run = QueryRun(query, state, self._overlap_chooser)
         task = asyncio.create_task(self._run_query(run), name=f"streamrag query {query.text[:40]!r}")
         self._queries.add(task)
         task.add_done_callback(self._forget_query)

@@ -10,17 +10,20 @@ more, it is the answer, and nothing is left to compute. The answer does not depe
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
-from streamrag.core import AnswerChunk, Backend, Chunk, ModelInfo, Prompt, SamplingParams, only
+import anyio
+
+from streamrag.core import AnswerChunk, Chunk, Prompt, SamplingParams, only
 from streamrag.core.retrieval import closing
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.query.options import Query
+from streamrag.query.state import QueryState
 from streamrag.support.tasks import cancel_and_wait
-from streamrag.telemetry import DraftChanged, OverlapChoice, QueryEvent
+from streamrag.telemetry import DraftChanged
 
 INTERVAL_S = 0.05
 """Least seconds between two events of a draft, each of which has its whole text."""
@@ -28,10 +31,10 @@ WAIT_FACTOR = 1.25
 """A draft's wait over the time in which the last one got no token: contexts of a steady pace are drafted no more."""
 
 
-def why_not_drafted(query: Query, model: ModelInfo, overlap: OverlapChoice) -> str | None:
+def why_not_drafted(query: Query, state: QueryState) -> str | None:
     """Return why no draft is possible: the backend, a grammar, n > 1, prompt_logprobs or the overlap; else None."""
-    params = query.params
-    if not model.verifies_drafts:
+    params, overlap = query.params, state.overlap
+    if not state.backend.model.verifies_drafts:
         return "the backend verifies no drafts: use VllmBackend(answer_ahead=True)"
     if params.json_schema is not None or "structured_outputs" in params.extra:
         return "the answer follows a grammar, beside which drafts cannot be verified"
@@ -43,23 +46,11 @@ def why_not_drafted(query: Query, model: ModelInfo, overlap: OverlapChoice) -> s
 
 
 class AnswerAhead:
-    """The drafts of one query. An async context manager: leaving it withdraws the draft that is being generated.
+    """The drafts of one query. An async context manager: leaving it withdraws the draft that is being generated."""
 
-    now: returns the seconds since the query was submitted.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        params: SamplingParams,
-        *,
-        now: Callable[[], float],
-        emit: Callable[[QueryEvent], Awaitable[None]],
-    ) -> None:
-        self._backend = backend
+    def __init__(self, params: SamplingParams, state: QueryState) -> None:
         self._params = params
-        self._now = now
-        self._emit = emit
+        self._state = state
         self._prompt: tuple[int, ...] = ()
         self._token_ids: tuple[int, ...] = ()
         self._finished: tuple[AnswerChunk, ...] = ()
@@ -68,6 +59,7 @@ class AnswerAhead:
         self._task: asyncio.Task[None] | None = None
         self._has_failed = False
         self._wait_s = 0.0  # where contexts change too often for a draft, the next one waits for one that lasts longer
+        self._known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
         return self
@@ -97,25 +89,41 @@ class AnswerAhead:
             self._task = None
         return self._token_ids
 
-    def answer_to(self, token_ids: tuple[int, ...]) -> tuple[AnswerChunk, ...]:
-        """Return the answer to this complete prompt if a draft is just that; else nothing.
+    async def finish(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Stop drafting for the complete prompt, and return the tokens of the last draft, to be verified. If a draft is
+        the answer, set `draft_answer` and never return: `run_until_known` stops the request.
 
         Above temperature 0 a draft is only verified: short ones are finished more often, so taking them as they are
         would change the probabilities of answers.
         """
-        return self._finished if token_ids == self._prompt and self._params.temperature == 0 else ()
+        draft = await self.withdraw()
+        if self._finished and token_ids == self._prompt and self._params.temperature == 0:
+            self._state.draft_answer = self._finished
+            self._known.set_result(None)
+            await anyio.sleep_forever()
+        return draft
+
+    async def run_until_known(self, generating: Coroutine[Any, Any, None]) -> None:
+        """Run the request for the answer to its end; once a draft is the answer, stop it, however it then ends."""
+        task = asyncio.create_task(generating, name="streamrag answer")
+        try:
+            await asyncio.wait([task, self._known], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait([task])
+        if not self._known.done():
+            task.result()
 
     async def _generate(self, prompt: Prompt, chunks: tuple[Chunk, ...]) -> None:
         """Draft and show the answer after `_wait_s`; keep its chunks if finished. An error only sets `_has_failed`. Set
         the next `_wait_s` in any case, and keep the tokens, continued by the draft before unless finished."""
         token_ids: list[int] = []
         answer: list[AnswerChunk] = []
-        text, is_finished, begun_s = "", False, self._now()
+        state, text, is_finished, begun_s = self._state, "", False, self._state.now()
         try:
             await asyncio.sleep(self._wait_s)
             async with (
                 aclosing(only(prompt)) as prompts,
-                closing(self._backend.generate(prompts, self._params)) as events,
+                closing(state.backend.generate(prompts, self._params)) as events,
             ):
                 async for event in events:
                     if isinstance(event, AnswerChunk):
@@ -130,12 +138,12 @@ class AnswerAhead:
         finally:
             before = AnswerDraft(() if is_finished else prompt.draft, 0)
             self._token_ids = before.continue_from(token_ids)
-            self._wait_s = 0.0 if token_ids else max(self._wait_s, WAIT_FACTOR * (self._now() - begun_s))
+            self._wait_s = 0.0 if token_ids else max(self._wait_s, WAIT_FACTOR * (state.now() - begun_s))
 
     async def _show(self, text: str, chunks: tuple[Chunk, ...], *, is_finished: bool) -> None:
         """Emit the draft's text if new and finished, or if `INTERVAL_S` passed and the last text does not begin so."""
-        at_s = self._now()
+        at_s = self._state.now()
         is_due = at_s >= self._shown_s + INTERVAL_S and not self._text.startswith(text)
         if text != self._text and (is_finished or is_due):
             self._text, self._shown_s = text, at_s
-            await self._emit(DraftChanged(at_s, text, chunks))
+            await self._state.emit(DraftChanged(at_s, text, chunks))

@@ -29,6 +29,11 @@ class AnswerChunks:
         self._chunks.append(chunk)
         return TokensGenerated(at_s, chunk)
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens so far."""
+        return tuple(token_id for chunk in self._chunks for token_id in chunk.token_ids)
+
     def finished(self) -> dict[int, Alternative]:
         """Return the answers by their index, each joined from its chunks; those that are not finished are left out."""
         parts: defaultdict[int, list[AnswerChunk]] = defaultdict(list)

@@ -1,20 +1,19 @@
 """Queries and their options, validated."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
+from typing import Annotated, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 from pydantic import Field, InstanceOf, PlainValidator
 
-from streamrag.core import MAX_INT, Backend, SamplingParams, Turn
+from streamrag.core import MAX_INT, AnswerChunk, SamplingParams, Turn
 from streamrag.errors import ConfigurationError
-from streamrag.modes import PromptTemplate
+from streamrag.modes import PromptAssembler, PromptTemplate
+from streamrag.query.state import NewContext, QueryState
 from streamrag.support.messages import plain_text
 from streamrag.support.validation import CountOrZero, Flag, Number, Seconds, Text, validated
-
-if TYPE_CHECKING:
-    from streamrag.query.prompts import QueryPrompts
 
 RESERVE_FRACTION = 0.25
 """Default of `reserve_fraction`. With the demo's questions, a third or a half found the answer no more often, and
@@ -43,6 +42,16 @@ def _turns(value: Iterable[Turn]) -> tuple[Turn, ...]:
     return tuple(Turn(turn.role, plain_text(turn.text)) for turn in turns)
 
 
+class ContextRefresher(AbstractAsyncContextManager["ContextRefresher"], Protocol):
+    """Retrieval beside one answer. Leaving the context manager stops a retrieval that is running."""
+
+    def add(self, chunk: AnswerChunk) -> AnswerChunk:
+        """Add a chunk to the answer so far; return it, without a usage of one stretch only."""
+
+    async def new_context(self) -> NewContext | None:
+        """Begin a retrieval if one is due after the newest chunk. Return new context once it is ready to be used."""
+
+
 @runtime_checkable
 class AnswerRefresh(Protocol):
     """Retrieval in mid-answer: `streamrag.refresh.Refresh`."""
@@ -50,8 +59,8 @@ class AnswerRefresh(Protocol):
     def check_query(self, query: "Query") -> None:
         """Raise ConfigurationError if the query has an option that does not work with retrieval in mid-answer."""
 
-    def backend_for(self, prompts: "QueryPrompts", backend: Backend) -> Backend:
-        """Return a backend that answers one query by `backend`, and keeps new context and stretches in `prompts`."""
+    def begin(self, query: "Query", state: QueryState, assembler: PromptAssembler) -> ContextRefresher:
+        """Return the refresher of one answer, which reads the state, and makes prompts by the query's assembler."""
 
 
 @validated

@@ -1,6 +1,6 @@
 """Retrieval in mid-answer: an answer goes on with passages that were retrieved for what it has said so far.
 
-    options, what is learned of speeds ─▶ refresh.py      one answer in stretches ─▶ refreshed_backend.py
+    when, for what, and the new prompt ─▶ refresh.py      generate, and again after each new prompt ─▶ query/run.py
 
 Tokens that a caller has seen never change, and passages keep their numbers. Each stretch of an answer is what the model
 says after a prompt and the tokens so far. Source: PipeRAG, arXiv 2403.05676, whose retrieval also uses a query that is

@@ -1,5 +1,6 @@
 """Drafts of an answer while its context changes: which are asked for, what is told, and that nothing is left behind."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
@@ -153,21 +154,44 @@ async def test_a_draft_of_an_earlier_context_or_an_unfinished_one_is_not_the_ans
         assert use == DraftUse(len(backend.last.draft))
 
 
-@pytest.mark.parametrize("how", ["raises another error", "ends"])
+@pytest.mark.parametrize("how", ["raises another error", "ends", "goes on"])
 async def test_the_draft_is_the_answer_even_if_the_backend_then_fails_or_ends(how: str) -> None:
     class Careless(DraftingBackend):
         async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
             try:
                 async for event in super().generate(prompts, params):
                     yield event
-            except Exception as error:
+            except asyncio.CancelledError as error:
                 if how == "raises another error":
-                    raise RuntimeError("prompts failed") from error
+                    raise RuntimeError("the request was aborted") from error
+                if how == "goes on":
+                    yield AnswerChunk("more", (1,), "stop")
 
     async with Pipeline(ScriptedSource([Append(A), PAUSE_S]), Careless(), overlap=True) as pipeline:
         events, use = await events_of(pipeline, params=SamplingParams())
     assert events[-1].answer.text == "see alpha"  # type: ignore[union-attr]
     assert use == DraftUse(9, 9, 9)
+
+
+async def test_the_request_whose_answer_is_known_is_stopped_and_sees_no_error() -> None:
+    class Watchful(DraftingBackend):
+        async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+            try:
+                async for event in super().generate(prompts, params):
+                    yield event
+            except BaseException as error:
+                ends.append(type(error))
+                raise
+
+    ends: list[type[BaseException]] = []
+    tasks = asyncio.all_tasks()
+    source, backend = ScriptedSource([Append(A), PAUSE_S]), Watchful()
+    async with Pipeline(source, backend, overlap=True) as pipeline:
+        _, use = await events_of(pipeline, params=SamplingParams())
+        assert (backend.num_requests, source.num_streams, pipeline.num_queries) == (0, 0, 0)
+    assert use == DraftUse(9, 9, 9)
+    assert ends == [asyncio.CancelledError]
+    assert asyncio.all_tasks() == tasks
 
 
 async def test_a_chunk_that_does_not_change_the_prompt_does_not_interrupt_its_draft() -> None:
