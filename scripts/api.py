@@ -112,6 +112,8 @@ GIVEN = {"AnswerStream", "EventStream", "Session", "TokenStream", "TokenStreams"
 INTERNAL = {
     "PromptTemplate.passage_format",
     "Refresh.begin",
+    "RestartBudget.begin",
+    "RestartBudget.num_begun",
     "Refresh.check_query",
     "Refresh.prefill",
     "Refresh.query_after",

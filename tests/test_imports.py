@@ -24,6 +24,7 @@ RING = [
     {"adapters", "demo", "testing"},
     {"backends/lanes"},
     {"backends/ray"},
+    {"backends/replicas"},
     {"backends/simulated", "backends/tools", "routing"},
     {"sources/crawl", "sources/hand_over", "sources/postgres", "sources/search", "sources/timing"},
     {"sources/index", "sources/pages"},

@@ -14,6 +14,7 @@ from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.serve.app import create_app as create_app
+    from streamrag.serve.engine_watch import RestartBudget as RestartBudget
     from streamrag.serve.limits import Limits as Limits
     from streamrag.serve.observe.live import Live as Live
     from streamrag.serve.observe.logs import QueryLog as QueryLog
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
     from streamrag.serve.observe.tracing import Tracing as Tracing
     from streamrag.serve.observe.tracing import to_otlp as to_otlp
     from streamrag.serve.ray_app import ray_application as ray_application
+    from streamrag.serve.service import PipelineOptions as PipelineOptions
     from streamrag.serve.service import Service as Service
 
 _HOMES = {
     "Limits": "streamrag.serve.limits",
     "Live": "streamrag.serve.observe.live",
     "Metrics": "streamrag.serve.observe.metrics",
+    "PipelineOptions": "streamrag.serve.service",
     "QueryLog": "streamrag.serve.observe.logs",
+    "RestartBudget": "streamrag.serve.engine_watch",
     "Service": "streamrag.serve.service",
     "Tracing": "streamrag.serve.observe.tracing",
     "create_app": "streamrag.serve.app",

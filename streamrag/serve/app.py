@@ -14,7 +14,8 @@ from streamrag.serve.connections.gate import ERROR, LOOPBACK, Gate
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.observe import live, metrics
 from streamrag.serve.page import routes as page
-from streamrag.serve.protocols import ask, ask_socket, chat, mcp, retrieve, streams
+from streamrag.serve.protocols import ask, ask_socket, mcp, retrieve, streams
+from streamrag.serve.protocols.chat import routes as chat
 from streamrag.serve.protocols.responses import routes as responses
 from streamrag.serve.protocols.sessions import routes as sessions
 from streamrag.serve.service import Service

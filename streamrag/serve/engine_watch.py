@@ -29,7 +29,7 @@ class HasHealth(Protocol):
 class RestartBudget:
     """A budget of at most `at_most` restarts within `window_s` seconds. Failed restarts count too."""
 
-    def __init__(self, at_most: int, window_s: float) -> None:
+    def __init__(self, at_most: int = 5, window_s: float = 3600.0) -> None:
         self.at_most = at_most
         self._window_s = window_s
         self._starts_s: deque[float] = deque()

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import anyio
 
 from streamrag.errors import DeadlineExceededError, EngineDeadError, StreamRagError
+from streamrag.open_questions import OpenQuestion
 from streamrag.serve.admission import Admission, Reservation
 from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.failures import NotAdmittedError, failure_of
 from streamrag.serve.observe.observer import Interface, Observer, QueryOutcome, ServedQuery, current_query
-from streamrag.telemetry import Answer, Answered, QueryEvent
+from streamrag.telemetry import Answer, Answered, QueryEvent, RetrievalStarted
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,18 @@ class OpenQuery:
     query: ServedQuery
     place: Reservation
     observer: Observer
+    question: OpenQuestion | None = None  # None if it was whole from the start
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     answer: Answer | None = None
     is_answered: bool = False
     """Whether it ended well. `note` sets it for `Answered`; code without such an event must set it."""
     aborted_by: StreamRagError | None = None  # the reason why the service cancelled it
-    is_asked: Callable[[], bool] = lambda: True
-    """Whether its question is whole, and not still being asked."""
+    _unreported: list[QueryEvent] = field(default_factory=list)  # of the newest query of a question not yet committed
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether its question is whole, and not still being asked."""
+        return self.question is None or self.question.is_committed
 
     def abort(self, error: StreamRagError) -> None:
         """Cancel the query. The block of `open` raises the error of the first `abort`."""
@@ -53,11 +59,25 @@ class OpenQuery:
         self.scope.cancel()
 
     def note(self, event: QueryEvent) -> None:
-        """Report an event to admission and to the observers. `Answered` also sets `answer` and `is_answered`."""
-        self.place.follow(event)
-        self.report(event)
+        """Report an event to admission and to the observers. `Answered` also sets `answer` and `is_answered`.
 
-    def report(self, event: QueryEvent) -> None:
+        Of the queries for a question that is still being asked, the observers get the events of the last one only, from
+        when the question is committed.
+        """
+        self.place.follow(event)
+        if self.question is None:
+            self._report(event)
+            return
+        if isinstance(event, RetrievalStarted):
+            self.query.text, self.query.started_s = event.query, time.monotonic() - event.at_s
+            self._unreported.clear()
+        self._unreported.append(event)
+        if self.is_asked:
+            for each in self._unreported:
+                self._report(each)
+            self._unreported.clear()
+
+    def _report(self, event: QueryEvent) -> None:
         """Report an event to the observers only. `Answered` also sets `answer` and `is_answered`."""
         if isinstance(event, Answered):
             self.answer, self.is_answered = event.answer, True
@@ -98,6 +118,7 @@ class OpenQueries:
         max_tokens: int = 0,
         num_prompt_tokens: int | None = None,
         deadline_s: float | None = None,
+        question: OpenQuestion | None = None,
     ) -> AsyncIterator[OpenQuery]:
         """Admit one query for the length of the block, and report its end with the error that the block raised.
 
@@ -106,6 +127,7 @@ class OpenQueries:
         max_tokens: bound on the answer's tokens.
         num_prompt_tokens: tokens of the prompt, if known.
         deadline_s: seconds until the block is cancelled; None for queries of a pipeline, which has its own deadline.
+        question: the question, if it is still being asked.
 
         :raises NotAdmittedError: the query is not admitted.
         :raises PipelineClosedError: the service stops during the query.
@@ -113,6 +135,7 @@ class OpenQueries:
         :raises DeadlineExceededError: the deadline has passed.
         """
         opened = self._admit(caller, interface, text, max_tokens, num_prompt_tokens)
+        opened.question = question
         if deadline_s is not None:
             opened.scope.deadline = anyio.current_time() + deadline_s
         error: BaseException | None = None

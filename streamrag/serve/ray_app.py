@@ -19,8 +19,8 @@ from ray.serve.handle import DeploymentHandle
 
 from streamrag.backends.ray.backend import ExistingReplicas
 from streamrag.backends.ray.deployment import bind_to_node_address, engines
-from streamrag.backends.ray.replica import MakeBackend
 from streamrag.backends.ray.source import RaySource
+from streamrag.backends.replicas.replica import MakeBackend
 from streamrag.errors import ConfigurationError
 from streamrag.serve.app import create_app
 from streamrag.serve.config import factories

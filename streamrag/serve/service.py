@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import anyio.to_thread
 
@@ -28,11 +28,9 @@ from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Interface, Observer, Observers, ServedQuery
 from streamrag.serve.open_queries import Caller, OpenQueries
 from streamrag.support.tasks import cancel_and_wait, run_shielded
-from streamrag.telemetry import QueryEvent, RetrievalStarted
+from streamrag.telemetry import QueryEvent
 
 STOPPING = "the service is stopping"
-
-OnEngineDeath: TypeAlias = Literal["exit", "restart"]
 
 
 class NoSource:
@@ -45,48 +43,49 @@ class NoSource:
         yield
 
 
+class PipelineOptions(TypedDict, total=False):
+    """The options of a service's pipelines; for their meanings and defaults see `Pipeline`."""
+
+    mode: Mode | None
+    overlap: bool | Literal["auto"]
+    answer_ahead: bool
+    on_source_error: Literal["raise", "answer"]
+
+
 class Service:
     """A backend and a source that answer the queries of many clients. Starts and closes both.
 
     source: retrieval for queries that bring no context; None if all of them do.
-    mode, template, overlap, answer_ahead, on_source_error: as for `Pipeline`.
+    template: the words around the context.
     limits: bounds on the requests of clients.
     params: default sampling parameters.
     max_context_tokens: default bound on the tokens of context.
     observers: are notified of every query.
     model_name: the model's name for clients; by default the last part of the backend's name.
     session_log_dir: folder for the text of sessions, from which a restarted service resumes them.
-    on_engine_death: "restart" restarts a dead engine; "exit" does not, and sets `dead`.
-    max_restarts, restart_window_s: restart budget. Restarts have an exponential backoff; once `max_restarts` restarts
-        within `restart_window_s` seconds are spent, `dead` is set.
+    restarts: how often a dead engine is restarted, with an exponential backoff. Once that is spent, or without it,
+        `dead` is set.
     tool_parser: finds calls of tools in answers; without it, requests with tools are refused.
+    pipeline_options: see `PipelineOptions`.
 
     :raises ConfigurationError: invalid options.
     """
-
-    _has_aborted = False
-    _watch_task: "asyncio.Task[None] | None" = None
 
     def __init__(
         self,
         backend: Backend,
         source: Source | None = None,
         *,
-        mode: Mode | None = None,
         template: PromptTemplate | None = None,
-        overlap: bool | Literal["auto"] = "auto",
-        answer_ahead: bool = False,
-        on_source_error: Literal["raise", "answer"] = "raise",
         limits: Limits | None = None,
         params: SamplingParams | None = None,
         max_context_tokens: int | None = None,
         observers: Sequence[Observer] = (),
         model_name: str | None = None,
         session_log_dir: Path | None = None,
-        on_engine_death: OnEngineDeath = "exit",
-        max_restarts: int = 5,
-        restart_window_s: float = 3600.0,
+        restarts: RestartBudget | None = None,
         tool_parser: ToolCallParser | None = None,
+        **pipeline_options: Unpack[PipelineOptions],
     ) -> None:
         self.backend = backend
         self.source = source
@@ -105,17 +104,13 @@ class Service:
         self._queries = OpenQueries(self.admission, notified)
         self.open = self._queries.open
         """Admits one query and holds its place for an `async with` block; see `OpenQueries.open`."""
-        budget = RestartBudget(max_restarts if on_engine_death == "restart" else 0, restart_window_s)
-        self._engine = EngineWatch(backend, budget, self._queries)
+        self._engine = EngineWatch(backend, restarts or RestartBudget(0), self._queries)
+        self._watch_task: asyncio.Task[None] | None = None
+        self._has_aborted = False
         self._model_name = model_name
         self._options: QueryOptions = {} if max_context_tokens is None else {"max_context_tokens": max_context_tokens}
         self.template = template or PromptTemplate()
-        self._pipeline_options: dict[str, Any] = {
-            "mode": mode,
-            "overlap": overlap,
-            "answer_ahead": answer_ahead,
-            "on_source_error": on_source_error,
-        }
+        self._pipeline_options = pipeline_options
         self._pipeline = self._make_pipeline(NoSource() if source is None else source)
         self._progress: Progress = lambda line: None
         self._started = AsyncExitStack()
@@ -191,7 +186,7 @@ class Service:
         """
         self.admission.is_draining = True
         for each in self._queries:
-            if not each.is_asked():
+            if not each.is_asked:
                 each.abort(PipelineClosedError(STOPPING))
         waits = [asyncio.create_task(event.wait()) for event in (self._queries.is_empty, self.dead)]
         try:
@@ -212,7 +207,7 @@ class Service:
                 self.dead.set()
             await cancel_and_wait([self._watch_task])
         for each in self._queries:
-            self._has_aborted |= each.is_asked()
+            self._has_aborted |= each.is_asked
             each.abort(PipelineClosedError(STOPPING))
         while self.closers:  # a second call may run concurrently
             await self.closers.pop(0)()
@@ -274,25 +269,15 @@ class Service:
         conversation_id = conversation_of(caller, options.get("history", ()), text)
         effective: Any = {**self._options, **options, "params": params, "conversation_id": conversation_id}
         effective.pop("deadline_s", None)
-        events: list[QueryEvent] = []  # of the newest query, until they are reported
 
-        def follow(event: QueryEvent) -> None:
-            opened.place.follow(event)
-            if isinstance(event, RetrievalStarted):
-                opened.query.text, opened.query.started_s = event.query, time.monotonic() - event.at_s
-                events.clear()
-            events.append(event)
-            if question.is_committed:
-                for each in events:
-                    opened.report(each)
-                events.clear()
+        def note(event: QueryEvent) -> None:  # is called within the block below
+            opened.note(event)
             on_event(event)
 
         most = self.limits.max_retrievals_ahead
-        question = self._pipeline.listen(max_retrievals=most, on_event=follow, **effective)
-        place = self.open(caller, "listen", text, max_tokens=params.max_tokens)
+        question = self._pipeline.listen(max_retrievals=most, on_event=note, **effective)
+        place = self.open(caller, "listen", text, max_tokens=params.max_tokens, question=question)
         async with place as opened, question:
-            opened.is_asked = lambda: question.is_committed
             yield question
 
     def _make_pipeline(self, source: Source) -> Pipeline:

@@ -11,7 +11,8 @@ import websockets
 from pydantic import BaseModel
 
 from streamrag.serve import Limits
-from streamrag.serve.protocols import ask, ask_socket, chat, retrieve, streams
+from streamrag.serve.protocols import ask, ask_socket, retrieve, streams
+from streamrag.serve.protocols.chat import requests as chat
 from streamrag.serve.protocols.responses import requests as responses
 from streamrag.serve.protocols.responses import socket as responses_socket
 from streamrag.serve.protocols.sessions import requests as sessions

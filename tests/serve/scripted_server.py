@@ -15,7 +15,7 @@ import anyio
 from streamrag import Append, Chunk
 from streamrag.core import BackendEvent, Prompt, SamplingParams
 from streamrag.errors import EngineDeadError
-from streamrag.serve import Limits, Service, create_app
+from streamrag.serve import Limits, RestartBudget, Service, create_app
 from streamrag.serve.server import listen, serve
 from streamrag.testing import ScriptedBackend, ScriptedSource, Step
 
@@ -48,7 +48,7 @@ class MortalBackend(ScriptedBackend):
                 raise EngineDeadError("the engine was killed")
 
 
-async def main(*, backend: str, limits: dict[str, Any], **options: Any) -> int:
+async def main(*, backend: str, limits: dict[str, Any], restarts: bool = False) -> int:
     """The exit status."""
     hold = anyio.Event() if backend == "held" else None
     engine = MortalBackend(answer="It is Paris.", is_endless=backend == "endless", hangs=True, hold=hold)
@@ -61,7 +61,9 @@ async def main(*, backend: str, limits: dict[str, Any], **options: Any) -> int:
         if "die" in query:
             engine.died.set()
 
-    service = Service(engine, ScriptedSource(steps), limits=Limits(**limits), model_name="scripted", **options)
+    budget = RestartBudget() if restarts else None
+    source = ScriptedSource(steps)
+    service = Service(engine, source, limits=Limits(**limits), model_name="scripted", restarts=budget)
     sock = listen("127.0.0.1", 0)
     await service.start()
     address = {"url": f"http://127.0.0.1:{sock.getsockname()[1]}"}

@@ -59,7 +59,7 @@ async def test_an_engine_that_was_given_up_is_no_longer_being_restarted(monkeypa
 
     monkeypatch.setattr("streamrag.serve.engine_watch.CHECK_S", 0)
     monkeypatch.setattr("streamrag.serve.engine_watch.FIRST_BACKOFF_S", 0)
-    async with serving(backend=Broken(), on_engine_death="restart", max_restarts=2) as served:
+    async with serving(backend=Broken(), restarts=RestartBudget(2)) as served:
         served.service.backend.num_requests = 1  # type: ignore[attr-defined]
         async with asyncio.timeout(20):
             await served.service.dead.wait()

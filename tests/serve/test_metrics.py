@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streamrag import Append, BackendError, Skipped, Update
 from streamrag.records import KvHeld, KvUse, PreemptionRecord, RequestRecord, RestoreRecord
-from streamrag.serve import Limits
+from streamrag.serve import Limits, RestartBudget
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.observe.observer import Phase
 from streamrag.telemetry import ChunkArrived, ContextChanged
@@ -272,7 +272,7 @@ async def test_prometheus_gets_the_names_that_are_documented_and_other_codes_met
 
 async def test_restarts_of_the_engine_are_counted() -> None:
     backend = MortalBackend(answer="It is Paris.")
-    async with serving(backend=backend, observers=[Metrics()], on_engine_death="restart") as served:
+    async with serving(backend=backend, observers=[Metrics()], restarts=RestartBudget()) as served:
         backend.died.set()
         async with asyncio.timeout(20):
             while not served.service.num_restarts:  # noqa: ASYNC110 -- has no event

@@ -133,7 +133,7 @@ async def test_the_exit_status_says_that_the_engine_died() -> None:
 async def test_an_engine_that_dies_answers_every_open_request_with_an_error_and_is_started_again(hangs: bool) -> None:
     backend = MortalBackend(answer="It is Paris.", is_endless=True, hangs=hangs)
     async with (
-        serving(backend=backend, on_engine_death="restart") as served,
+        serving(backend=backend, restarts=RestartBudget()) as served,
         raw(served.url) as ask,
         raw(served.url) as stream,
     ):
@@ -165,7 +165,7 @@ async def test_a_restart_that_takes_its_time_is_said_at_readyz() -> None:
         await may_start.wait()
         await start(progress)
 
-    async with serving(backend=backend, on_engine_death="restart") as served:
+    async with serving(backend=backend, restarts=RestartBudget()) as served:
         backend.start = slowly  # type: ignore[method-assign]
         backend.died.set()
         while (await served.http.get("/readyz")).status_code == 200:
@@ -184,7 +184,7 @@ async def test_an_engine_that_cannot_be_started_again_ends_the_service(
 ) -> None:
     monkeypatch.setattr(engine_watch, "FIRST_BACKOFF_S", 0.01)
     backend = MortalBackend(answer="It is Paris.")
-    async with serving(backend=backend, on_engine_death="restart", max_restarts=3) as served:
+    async with serving(backend=backend, restarts=RestartBudget(3)) as served:
 
         async def fails(progress: object) -> None:
             raise RuntimeError("no device")
@@ -211,7 +211,7 @@ def test_restarts_wait_longer_each_time_end_at_a_limit_and_are_forgotten() -> No
 
 
 async def test_an_engine_that_dies_in_a_drain_is_not_started_again() -> None:
-    async with running("endless", {"drain_s": 1000}, on_engine_death="restart") as (process, url):
+    async with running("endless", {"drain_s": 1000}, restarts=True) as (process, url):
         async with raw(url) as client, raw(url) as stream:
             await stream.post("/v1/streams")
             await stream.line(OPEN)
@@ -226,7 +226,7 @@ async def test_an_engine_that_dies_in_a_drain_is_not_started_again() -> None:
 
 
 async def test_sighup_while_the_engine_is_started_again_ends_the_service() -> None:
-    async with running("endless", on_engine_death="restart") as (process, url), raw(url) as killer:
+    async with running("endless", restarts=True) as (process, url), raw(url) as killer:
         await killer.post("/v1/ask", {"question": "die"})
         assert await killer.status() == 200
         assert (await killer.until("error"))["error"]["code"] == "engine_dead"

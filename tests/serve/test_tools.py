@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamrag import SamplingParams
-from streamrag.serve.protocols.tool_calls import MAX_CHARS, MAX_TOOLS
+from streamrag.serve.protocols.chat.requests import MAX_CHARS, MAX_TOOLS
 from tests.backends.tools.tool_model import ToolBackend, call, make_tool_llama
 from tests.serve.serving import PARIS, Serving, serving
 from tests.serve.test_chat import client_of

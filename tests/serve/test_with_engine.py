@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streamrag import Append, Chunk, SamplingParams, Update, VllmBackend
 from streamrag.backends.tools.parser import ToolCallParser
-from streamrag.serve import Limits
+from streamrag.serve import Limits, RestartBudget
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.telemetry import PrefillProgressed
@@ -54,7 +54,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         params=SamplingParams(max_tokens=24, ignore_eos=True),
         limits=Limits(max_tokens=1500, max_retrievals_ahead=5),
         observers=[Metrics(), Live()],
-        on_engine_death="restart",
+        restarts=RestartBudget(),
         overlap=True,  # "auto" would learn from one test what the next one may do
         tool_parser=ToolCallParser("hermes"),
     ) as served:

@@ -52,7 +52,7 @@ async def clean(cleaner: WorkerPool, page: str | bytes, query: str = "?", **job:
 
 
 def text(answer: dict[str, Any]) -> str:
-    return "\n\n".join(block for _, blocks in answer["passages"] for block in blocks)
+    return "\n\n".join(block for passage in answer["passages"] for block in passage["blocks"])
 
 
 async def text_of(cleaner: WorkerPool, page: str | bytes, **job: Any) -> str:
@@ -71,8 +71,8 @@ async def test_text_headings_and_title_are_what_is_left_of_a_page(cleaner: Worke
     )
     assert answer["title"] == "The title"
     assert answer["passages"] == [
-        [["# Heading"], ["First bold & `code()`."]],
-        [["# Heading", "## Second"], ["  * an item"]],
+        {"headings": ["# Heading"], "blocks": ["First bold & `code()`."]},
+        {"headings": ["# Heading", "## Second"], "blocks": ["  * an item"]},
     ]
     assert answer["num_passages"] == 2
     assert answer["url"] == URL
@@ -200,9 +200,8 @@ async def test_only_the_relevant_passage_of_a_page_and_its_neighbour_are_kept(cl
     filler = "Penguins swim well. " * 40
     page = f"<h1>Guide</h1><p>{filler}</p><h2>Tasks</h2><p>Cancelling tasks is simple: cancel the group.</p><p>{filler}"
     answer = await clean(cleaner, page, "How do I cancel a task group?")
-    assert answer["passages"] == [
-        [["# Guide", "## Tasks"], ["Cancelling tasks is simple: cancel the group.", filler.strip()]]
-    ]
+    blocks = ["Cancelling tasks is simple: cancel the group.", filler.strip()]
+    assert answer["passages"] == [{"headings": ["# Guide", "## Tasks"], "blocks": blocks}]
     assert answer["num_passages"] == 2
 
 

@@ -3,11 +3,11 @@
 import gzip
 import tracemalloc
 import zlib
-from typing import Any
 
 import pytest
 
 from streamrag.sources.pages import sitemap
+from streamrag.sources.pages.page_content import SitemapUrls
 from streamrag.sources.pages.sitemap import read_sitemap
 
 URL = "http://docs.example/sitemap.xml"
@@ -24,7 +24,7 @@ def index(*addresses: str) -> bytes:
     return f'<sitemapindex xmlns="{NAMESPACE}">{maps}</sitemapindex>'.encode()
 
 
-def find(body: bytes, query: str = "How do penguins swim?") -> dict[str, Any]:
+def find(body: bytes, query: str = "How do penguins swim?") -> SitemapUrls:
     return read_sitemap({"url": URL, "query": query}, body, str)
 
 
@@ -47,33 +47,33 @@ FOUND = [
     "body", [PAGES, gzip.compress(PAGES), b"\xef\xbb\xbf\n" + PAGES, PAGES.replace(b" xmlns=", b" x=")]
 )
 def test_pages_that_promise_something_come_in_that_order(body: bytes) -> None:
-    assert find(body) == {"pages": FOUND, "sitemaps": [], "is_cut": False}
+    assert find(body) == SitemapUrls(FOUND, [], is_cut=False)
 
 
 def test_an_index_names_sitemaps_and_those_that_promise_more_come_first() -> None:
     body = index("http://docs.example/1.xml", "http://docs.example/penguins.xml.gz")
     expected = ["http://docs.example/penguins.xml.gz", "http://docs.example/1.xml"]
-    assert find(body) == {"pages": [], "sitemaps": expected, "is_cut": False}
+    assert find(body) == SitemapUrls([], expected, is_cut=False)
 
 
 def test_lines_of_text_are_a_sitemap() -> None:
     body = b"http://docs.example/penguins\r\nnonsense\n\nhttp://docs.example/other\n"
-    assert find(body)["pages"] == ["http://docs.example/penguins"]
+    assert find(body).pages == ["http://docs.example/penguins"]
 
 
 def test_the_last_line_of_a_cut_text_sitemap_is_left_out() -> None:
     job = {"url": "http://docs.example/sitemap.txt", "query": "penguins", "is_cut": True}
     body = b"http://docs.example/penguins\nhttp://docs.example/penguins-sw"
     found = sitemap.read_sitemap(job, body, str)
-    assert found == {"pages": ["http://docs.example/penguins"], "sitemaps": [], "is_cut": True}
+    assert found == SitemapUrls(["http://docs.example/penguins"], [], is_cut=True)
     whole = sitemap.read_sitemap({**job, "is_cut": False}, body, str)
-    assert whole["pages"] == ["http://docs.example/penguins", "http://docs.example/penguins-sw"]
+    assert whole.pages == ["http://docs.example/penguins", "http://docs.example/penguins-sw"]
 
 
 def test_the_beginning_of_a_damaged_or_cut_sitemap_counts() -> None:
-    assert find(PAGES[: PAGES.index(b"/swim/rel")])["pages"] == FOUND[:2]
+    assert find(PAGES[: PAGES.index(b"/swim/rel")]).pages == FOUND[:2]
     cut = gzip.compress(PAGES)[:-20]
-    assert find(cut)["is_cut"]
+    assert find(cut).is_cut
     for body in (
         b"",
         b"<",
@@ -84,7 +84,7 @@ def test_the_beginning_of_a_damaged_or_cut_sitemap_counts() -> None:
         b"<loc>x",
         b"\x00<urlset>",
     ):
-        assert find(body)["pages"] == []
+        assert find(body).pages == []
 
 
 def test_entities_stay_what_they_are_and_nothing_is_loaded() -> None:
@@ -95,14 +95,14 @@ def test_entities_stay_what_they_are_and_nothing_is_loaded() -> None:
         '<!DOCTYPE x SYSTEM "http://127.0.0.1:9/x.dtd"><urlset><url><loc>&e;</loc></url></urlset>',
     ]
     for body in sly:
-        assert find(body.encode())["pages"] == []
+        assert find(body.encode()).pages == []
 
 
 def test_a_bomb_is_read_up_to_the_limit() -> None:
     compressor = zlib.compressobj(wbits=31)
     bomb = b"".join(compressor.compress(bytes(1 << 24)) for _ in range(6)) + compressor.flush()
     tracemalloc.start()
-    assert find(bomb) == {"pages": [], "sitemaps": [], "is_cut": True}
+    assert find(bomb) == SitemapUrls([], [], is_cut=True)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 3 * sitemap.MAX_SITEMAP_BYTES
@@ -111,9 +111,9 @@ def test_a_bomb_is_read_up_to_the_limit() -> None:
 @pytest.mark.timeout(60)
 def test_many_addresses_and_deep_files_are_bounded() -> None:
     many = find(urlset(*(f"http://docs.example/penguins/{i}" for i in range(60_000))))
-    assert many["is_cut"]
-    assert 0 < len(many["pages"]) <= 500
-    assert len(find(index(*(f"http://docs.example/{i}.xml" for i in range(1000))))["sitemaps"]) == sitemap.MAX_SITEMAPS
+    assert many.is_cut
+    assert 0 < len(many.pages) <= 500
+    assert len(find(index(*(f"http://docs.example/{i}.xml" for i in range(1000)))).sitemaps) == sitemap.MAX_SITEMAPS
     find(b"<a>" * 1_000_000)
     find(b"<urlset>" + b"<url " + b"".join(b'a%d="" ' % i for i in range(50_000)) + b"/></urlset>")
     find(b"<urlset><url><loc>" + b"penguins" * 500_000)

@@ -525,6 +525,25 @@ async def test_links_from_a_worker_are_checked_like_those_of_a_page(site: Websit
     assert site.paths == ["/"]
 
 
+@pytest.mark.parametrize("change", [{"links": None}, {"passages": [["heading", 1]]}, {"title": 5}, {"is_cut": "?"}])
+async def test_an_invalid_answer_of_a_worker_is_an_error_of_its_page(
+    site: Website, new: NewSource, change: dict[str, Any]
+) -> None:
+    class TakenOver:
+        num_busy = 0
+
+        async def run(self, job: dict[str, Any], body: bytes, **_: Any) -> dict[str, Any]:
+            valid = {"title": "", "num_passages": 0, "passages": [], "links": [site.url("/a")], "is_cut": False}
+            return {"url": job["url"], **valid, **(change if job["url"].endswith("/a") else {})}
+
+    site.add("/", text("Emperor"))
+    site.add("/a", text("Emperor"))
+    source = new()
+    source._workers = TakenOver()  # type: ignore[assignment]
+    invalid = "it cannot be read: its worker's answer is invalid"
+    assert reasons(await crawl(source)) == {"/": "it has no text", "/a": invalid}
+
+
 # ----------------------------------------------------------------------------------------------------------- leaving it
 
 

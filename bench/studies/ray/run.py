@@ -36,9 +36,9 @@ from streamrag.backends.ray.cluster import Cluster
 from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.deployment import ENGINES, engines
 from streamrag.backends.ray.options import ReplicaOptions
-from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
-from streamrag.backends.ray.replica_streams import ReplicaStreams
-from streamrag.backends.ray.wire import Delta, Open, Opened, WireEvent
+from streamrag.backends.replicas.replica_chooser import ReplicaCandidate, ReplicaChooser
+from streamrag.backends.replicas.replica_streams import ReplicaStreams
+from streamrag.backends.replicas.wire import Delta, Open, Opened, WireEvent
 from streamrag.routing import Opening, ReplicaState, make_router
 from streamrag.routing.basic_routers import RoundRobin
 from streamrag.support import clock

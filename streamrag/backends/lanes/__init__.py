@@ -7,16 +7,11 @@ pipeline ──▶ backend ──▶ prefill lane  our scheduler: the prompt gro
             lane_choice ──▶ streamrag.routing
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.backends.lanes.backend import LanesBackend as LanesBackend
-
-
-def __getattr__(name: str) -> Any:
-    """Import the backend on first use, as that of vLLM."""
-    if name != "LanesBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from streamrag.backends.lanes.backend import LanesBackend
-
-    return LanesBackend
+else:  # imported on first use, as that of vLLM
+    __getattr__ = attributes(__name__, {"LanesBackend": "streamrag.backends.lanes.backend"})

@@ -11,13 +11,10 @@ lease runs. A lane that dies is not used again until the backend is restarted; o
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
-
-import anyio
 
 from streamrag.backends.lanes.kv_transfer import (
     KV_TRANSFER_KEY,
@@ -29,8 +26,8 @@ from streamrag.backends.lanes.kv_transfer import (
     with_kv_transfer,
 )
 from streamrag.backends.lanes.lane_choice import LaneReservation, Lanes, check_common
-from streamrag.backends.ray.newest_prompt import NewestPrompt
-from streamrag.backends.ray.replica_streams import ReplicaLostError
+from streamrag.backends.replicas.newest_prompt import NewestPrompt
+from streamrag.backends.replicas.replica_streams import ReplicaLostError
 from streamrag.backends.vllm.client.lane_engine import MAX_READ_S, READ_BY_KEY
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStream
@@ -157,7 +154,15 @@ class LanesBackend:
         num_shown = num_lost = 0
         async with aclosing(NewestPrompt(prompts)) as newest:
             while True:
-                attempt = _Attempt(self, prefill_lanes, decode_lanes, newest, params)
+                attempt = _Attempt(
+                    prefill_lanes,
+                    decode_lanes,
+                    newest,
+                    params,
+                    prefill_then_answer=self._prefill_then_answer,
+                    max_fetch_s=self._max_fetch_s,
+                    on_transfer=self.on_transfer,
+                )
                 try:
                     async with aclosing(_read_ahead(attempt.events())) as events:
                         async for event in events:
@@ -183,31 +188,26 @@ class LanesBackend:
         return stream_then_generate(prompts, lane.streams, PREFILL_PARAMS, answer)
 
 
+@dataclass(eq=False)
 class _Attempt:
     """An attempt to answer a query, in one prefill lane and one decode lane."""
 
-    def __init__(
-        self,
-        backend: LanesBackend,
-        prefill_lanes: Lanes,
-        decode_lanes: Lanes,
-        newest: NewestPrompt,
-        params: SamplingParams,
-    ) -> None:
-        self._backend = backend
-        self._prefill_lanes = prefill_lanes
-        self._decode_lanes = decode_lanes
-        self._newest = newest
-        self._params = params
-        self._prefill_room: LaneReservation | None = None
-        self._decode_room: LaneReservation | None = None
+    prefill_lanes: Lanes
+    decode_lanes: Lanes
+    newest: NewestPrompt
+    params: SamplingParams
+    prefill_then_answer: Callable[..., AsyncGenerator[BackendEvent, None]]  # that of the backend
+    max_fetch_s: float
+    on_transfer: Callable[[KvTransfer], None]
+    _prefill_room: LaneReservation | None = None
+    _decode_room: LaneReservation | None = None
 
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
         """Yield the events of the answer; raise LaneLostError if a lane dies, and other errors of its backend."""
         try:
             async with aclosing(self._prompts()) as prompts:
                 # For log-probabilities of a prompt, vLLM computes all of it, so fetched KV would not be used.
-                is_alone = self._params.extra.get("prompt_logprobs") is not None
+                is_alone = self.params.extra.get("prompt_logprobs") is not None
                 answer = self._decode_alone if is_alone else self._prefill_and_decode
                 async with aclosing(answer(prompts)) as events:
                     async for event in events:
@@ -215,39 +215,38 @@ class _Attempt:
         finally:
             self._release_prefill()
             if self._decode_room is not None:
-                self._decode_lanes.release(self._decode_room)
+                self.decode_lanes.release(self._decode_room)
 
     def _release_prefill(self) -> None:
         if self._prefill_room is not None:
-            self._prefill_lanes.release(self._prefill_room)
+            self.prefill_lanes.release(self._prefill_room)
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
         """Yield the newest prompt whenever there is a new one. Yield the complete one once room in a decode lane is
         reserved for it; if the query must wait for that, yield it as a partial prompt before."""
         number = 0
         while True:
-            prompt = replace(await self._newest.wait_for_newer(number), num_shared=0)  # prompts may have been skipped
-            number = self._newest.number
+            prompt = replace(await self.newest.wait_for_newer(number), num_shared=0)  # prompts may have been skipped
+            number = self.newest.number
             if prompt.is_complete:
-                self._decode_room = self._decode_lanes.try_reserve(prompt, self._params.n)
+                self._decode_room = self.decode_lanes.try_reserve(prompt, self.params.n)
                 if self._decode_room is None:
                     yield replace(prompt, is_complete=False)
-                    self._decode_room = await self._decode_lanes.reserve(prompt, self._params.n)
+                    self._decode_room = await self.decode_lanes.reserve(prompt, self.params.n)
                 yield prompt
                 return
             yield prompt
 
     async def _prefill_and_decode(self, prompts: AsyncIterator[Prompt]) -> AsyncGenerator[BackendEvent, None]:
         """Compute the prompts in a prefill lane, and answer the complete one in a decode lane."""
-        first = await self._newest.wait_for_newer(0)
-        self._prefill_room = room = await self._prefill_lanes.reserve(first)
-        prefill_then_answer = self._backend._prefill_then_answer
-        answering = prefill_then_answer(room.backend, first, prompts, self._params, self._decode_prefilled)
+        first = await self.newest.wait_for_newer(0)
+        self._prefill_room = room = await self.prefill_lanes.reserve(first)
+        answering = self.prefill_then_answer(room.backend, first, prompts, self.params, self._decode_prefilled)
         try:
             async with aclosing(answering) as events:
                 async for event in events:
-                    if isinstance(event, Prefilled) and (data := self._newest.find_prefilled_data(event.num_tokens)):
-                        self._prefill_lanes.record_computed(room, replace(data, is_complete=False))
+                    if isinstance(event, Prefilled) and (data := self.newest.find_prefilled_data(event.num_tokens)):
+                        self.prefill_lanes.record_computed(room, replace(data, is_complete=False))
                     yield event
         except (EngineDeadError, ReplicaLostError) as error:
             raise LaneLostError(f"{room.lane} was lost: {error}") from None
@@ -256,7 +255,7 @@ class _Attempt:
         """Answer the complete prompt in a decode lane, which computes it too."""
         async for prompt in prompts:
             if prompt.is_complete:
-                async with aclosing(self._decode(prompt, self._params)) as chunks:
+                async with aclosing(self._decode(prompt, self.params)) as chunks:
                     async for chunk in chunks:
                         yield chunk
 
@@ -265,11 +264,11 @@ class _Attempt:
         if the KV may be gone soon or does not come. Raise LaneLostError if the decode lane dies."""
         assert stream.record is not None
         assert self._prefill_room is not None
-        assert self._newest.prompt is not None
-        conversation_id = self._newest.prompt.conversation_id
+        assert self.newest.prompt is not None
+        conversation_id = self.newest.prompt.conversation_id
         prompt = Prompt(stream.token_ids, is_complete=True, conversation_id=conversation_id)
-        self._prefill_lanes.record_computed(self._prefill_room, prompt)
-        params, ended_s = self._params, stream.record.finished_s
+        self.prefill_lanes.record_computed(self._prefill_room, prompt)
+        params, ended_s = self.params, stream.record.finished_s
         # Each of several answers is a request, and KV can be fetched once. So a request of one token, which is dropped,
         # fetches it, and those of the answers find it in the prefix cache.
         is_for_cache = params.n > 1
@@ -300,12 +299,12 @@ class _Attempt:
         """
         async with aclosing(self._decode(prompt, params)) as chunks:
             try:
-                async with asyncio.timeout(self._backend._max_fetch_s):
+                async with asyncio.timeout(self.max_fetch_s):
                     first = await anext(chunks)
             except TimeoutError:
                 assert self._decode_room is not None
                 text = "no first token %g s after the KV transfer was requested: %s computes the prompt"
-                log.warning(text, self._backend._max_fetch_s, self._decode_room.lane)
+                log.warning(text, self.max_fetch_s, self._decode_room.lane)
                 return
             yield first
             async for chunk in chunks:
@@ -322,7 +321,7 @@ class _Attempt:
                     if isinstance(event, AnswerChunk):
                         if is_first:
                             is_first = False
-                            self._decode_lanes.record_computed(room, prompt)
+                            self.decode_lanes.record_computed(room, prompt)
                             self._release_prefill()
                         yield event
         except (EngineDeadError, ReplicaLostError) as error:
@@ -333,26 +332,25 @@ class _Attempt:
         assert prefill is not None
         assert decode is not None
         num_blocks = sum(len(group) for group in stream.kv_transfer.get("remote_block_ids", ()))
-        self._backend.on_transfer(KvTransfer(prefill.lane, decode.lane, num_tokens, num_blocks, seconds))
+        self.on_transfer(KvTransfer(prefill.lane, decode.lane, num_tokens, num_blocks, seconds))
 
 
 async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
     """Yield events that a task reads as they come, so that a caller that pauses neither keeps a lane's room reserved,
     nor lets a lease end."""
     # Unbounded, as a bound would stop the reader: an answer has `max_tokens` chunks at most.
-    send, receive = anyio.create_memory_object_stream[BackendEvent](math.inf)
+    read: asyncio.Queue[BackendEvent | None] = asyncio.Queue()
 
-    async def read() -> None:
-        with send:
-            async with aclosing(events):
-                async for event in events:
-                    send.send_nowait(event)
+    async def read_all() -> None:
+        async with aclosing(events):
+            async for event in events:
+                read.put_nowait(event)
 
-    reading = asyncio.create_task(read(), name="read the events of lanes")
-    with receive:
-        try:
-            async for event in receive:
-                yield event
-            await reading
-        finally:
-            await cancel_and_wait([reading])
+    reading = asyncio.create_task(read_all(), name="read the events of lanes")
+    reading.add_done_callback(lambda _: read.put_nowait(None))
+    try:
+        while (event := await read.get()) is not None:
+            yield event
+        await reading
+    finally:
+        await cancel_and_wait([reading])

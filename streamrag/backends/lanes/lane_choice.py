@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
+from streamrag.backends.replicas.replica_chooser import ReplicaCandidate, ReplicaChooser
 from streamrag.core import Prompt
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
 from streamrag.routing import Router

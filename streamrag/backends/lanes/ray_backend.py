@@ -14,8 +14,8 @@ from ray.serve.handle import DeploymentHandle
 from streamrag.backends.lanes.backend import Answerer, LanesBackend
 from streamrag.backends.lanes.kv_transfer import PrefillEnd
 from streamrag.backends.ray.backend import ExistingReplicas, RayBackend, ReplicaCluster, close_on_failure
-from streamrag.backends.ray.newest_prompt import NewestPrompt
-from streamrag.backends.ray.replica_streams import QueryReplica, ReplicaLostError
+from streamrag.backends.replicas.newest_prompt import NewestPrompt
+from streamrag.backends.replicas.replica_streams import QueryReplica, ReplicaLostError
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import BackendEvent, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.routing import make_router

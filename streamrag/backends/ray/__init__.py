@@ -1,22 +1,15 @@
 """Engines in replicas that Ray Serve starts, restarts and scales. Retrieval, sessions and HTTP stay with the caller.
 
     pipeline ──▶ backend ──▶ replica_streams ──▶ connection, request_router ── Ray ──▶ replica ──▶ an engine
-                                 │ ticket
-                           replica_chooser ──▶ streamrag.routing
 
-`replica_streams`, `replica_chooser`, `replica` and `wire` do not depend on Ray.
+`replica_streams` and `replica` are those of `backends.replicas`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import RayBackend as RayBackend
-
-
-def __getattr__(name: str) -> Any:
-    """Import the backend on first use, because Ray takes a second to import and may not be installed."""
-    if name != "RayBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from streamrag.backends.ray.backend import RayBackend
-
-    return RayBackend
+else:  # imported on first use: Ray takes a second to import, and may be missing
+    __getattr__ = attributes(__name__, {"RayBackend": "streamrag.backends.ray.backend"})

@@ -9,8 +9,8 @@ import anyio.to_thread
 from ray.serve.handle import DeploymentHandle
 
 from streamrag.backends.ray.connection import RayReplicas
-from streamrag.backends.ray.replica_chooser import ReplicaChooser
-from streamrag.backends.ray.replica_streams import OutcomeCounts, ReplicaLostError, ReplicaStreams
+from streamrag.backends.replicas.replica_chooser import ReplicaChooser
+from streamrag.backends.replicas.replica_streams import OutcomeCounts, ReplicaLostError, ReplicaStreams
 from streamrag.backends.vllm.client.lane_engine import NO_LANE
 from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError

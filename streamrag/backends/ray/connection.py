@@ -8,9 +8,9 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayErr
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.ray.replica import ModelFacts
-from streamrag.backends.ray.replica_streams import ReplicaLostError
-from streamrag.backends.ray.wire import Delta, Open, WireEvent
+from streamrag.backends.replicas.replica import ModelFacts
+from streamrag.backends.replicas.replica_streams import ReplicaLostError
+from streamrag.backends.replicas.wire import Delta, Open, WireEvent
 from streamrag.errors import BackendError
 from streamrag.support.messages import message_of
 

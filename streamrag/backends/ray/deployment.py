@@ -12,9 +12,9 @@ from ray.serve.request_router import RequestRouter
 from ray.util import get_node_ip_address
 
 from streamrag.backends.ray.options import QUEUED_TOKENS, ReplicaOptions
-from streamrag.backends.ray.replica import EngineReplica, MakeBackend
 from streamrag.backends.ray.request_router import CALLS_PER_STREAM, StreamRouter
-from streamrag.backends.ray.wire import Failed
+from streamrag.backends.replicas.replica import EngineReplica, MakeBackend
+from streamrag.backends.replicas.wire import Failed
 from streamrag.backends.vllm.client.lane_engine import HOST
 from streamrag.core import Source, SourceEvent, Startable, part_name
 from streamrag.core.retrieval import closing

@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from streamrag.backends.ray.replica_chooser import ReplicaCandidate
-from streamrag.backends.ray.wire import Open
+from streamrag.backends.replicas.replica_chooser import ReplicaCandidate
+from streamrag.backends.replicas.wire import Open
 from streamrag.support.clock import monotonic
 
 log = logging.getLogger("streamrag.ray")

@@ -11,16 +11,11 @@ lanes. Client and scheduler share `scheduler_options`, vLLM's `version` and the 
 and `chunk_wire` do not import vLLM before an engine starts.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.backend import VllmBackend as VllmBackend
-
-
-def __getattr__(name: str) -> Any:
-    """Import the backend on first use: the engine's own processes never need it."""
-    if name != "VllmBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from streamrag.backends.vllm.client.backend import VllmBackend
-
-    return VllmBackend
+else:  # imported on first use: the engine's own processes never need it
+    __getattr__ = attributes(__name__, {"VllmBackend": "streamrag.backends.vllm.client.backend"})

@@ -25,6 +25,7 @@ from streamrag.serve.config.settings import (
     SourceSettings,
 )
 from streamrag.serve.config.source_factory import make_source
+from streamrag.serve.engine_watch import RestartBudget
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
@@ -42,39 +43,56 @@ MAX_COUNTED_CLIENTS = 100
 
 
 def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
-    """Return the backend, not started: for a server if the model has one, else an embedded vLLM, or lanes of them."""
-    if model.server is not None:
-        from streamrag.backends.openai import OpenAIBackend
+    """Return the backend, not started, that `BACKENDS` makes: of a server if the model has one."""
+    kind = "server" if model.server is not None else "engine" if engine.lanes is None else "lanes"
+    return BACKENDS[kind](model, engine)
 
-        return OpenAIBackend(
-            model.server,
-            model.name or None,
-            tokenizer=model.tokenizer,
-            api_key=None if model.api_key is None else model.api_key.get_secret_value(),
-            max_model_len=model.max_model_len,
-            timeout_s=model.timeout_s,
-        )
+
+def _make_client(model: ModelSettings, engine: EngineSettings) -> Backend:
+    from streamrag.backends.openai import OpenAIBackend
+
+    assert model.server is not None
+    return OpenAIBackend(
+        model.server,
+        model.name or None,
+        api_key=None if model.api_key is None else model.api_key.get_secret_value(),
+        **model.model_dump(include={"tokenizer", "max_model_len", "timeout_s"}),
+    )
+
+
+def _make_engine(model: ModelSettings, engine: EngineSettings) -> Backend:
     from streamrag.backends.vllm import VllmBackend
 
-    options = {"max_model_len": model.max_model_len, **dict(engine)}
-    lanes = options.pop("lanes")
-    if lanes is None:
-        return VllmBackend(model.name, collect_stats=True, **options)
-    from streamrag.backends.lanes import LanesBackend
+    return VllmBackend(model.name, collect_stats=True, **_engine_options(model, engine))
 
-    num_prefill, num_decode = map(int, lanes.split("+"))
+
+def _make_lanes(model: ModelSettings, engine: EngineSettings) -> Backend:
+    from streamrag.backends.lanes import LanesBackend
+    from streamrag.backends.vllm import VllmBackend
+
+    assert engine.lanes is not None
+    num_prefill, num_decode = map(int, engine.lanes.split("+"))
+    options = _engine_options(model, engine)
     make = partial(_make_lane, VllmBackend, model.name, options, num_prefill + num_decode)
     prefill = [make("prefill", number) for number in range(num_prefill)]
     return LanesBackend(prefill, [make("decode", num_prefill + number) for number in range(num_decode)])
+
+
+BACKENDS = {"server": _make_client, "engine": _make_engine, "lanes": _make_lanes}
+"""Makers of backends: a server's client, an embedded vLLM, lanes of embedded vLLMs."""
 
 
 def make_replica_lane(model: ModelSettings, engine: EngineSettings, lane: Any) -> Backend:
     """Return the engine of a lane in a replica, not started. Raises ConfigurationError if it cannot be a lane."""
     from streamrag.backends.lanes.replica_engines import DecodeEngine, PrefillEngine
 
-    options = {"max_model_len": model.max_model_len, **dict(engine)}
-    del options["lanes"]
-    return _make_lane(PrefillEngine if lane == "prefill" else DecodeEngine, model.name, options, 1, lane, 0)
+    kind = PrefillEngine if lane == "prefill" else DecodeEngine
+    return _make_lane(kind, model.name, _engine_options(model, engine), 1, lane, 0)
+
+
+def _engine_options(model: ModelSettings, engine: EngineSettings) -> dict[str, Any]:
+    """Return the options of a `VllmBackend`."""
+    return {"max_model_len": model.max_model_len, **{name: value for name, value in engine if name != "lanes"}}
 
 
 def _make_lane(
@@ -195,14 +213,11 @@ def make_template(prompt: PromptSettings) -> PromptTemplate:
 def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> Service:
     """Return the service, not started. Engine and source are replicas where the settings have a number of them."""
     replicas, name = settings.replicas, name_on_ray(settings)
-    return service_of(
-        settings,
-        make_replicated(settings.model, settings.engine, replicas, name=name)
-        if replicas.number
-        else make_backend(settings.model, settings.engine),
-        make_pooled(settings.source, replicas, name=name) if replicas.sources else make_source(settings.source),
-        observers,
-    )
+    engine = settings.model, settings.engine
+    backend = make_replicated(*engine, replicas, name=name) if replicas.number else make_backend(*engine)
+    source = settings.source
+    retriever = make_pooled(source, replicas, name=name) if replicas.sources else make_source(source)
+    return service_of(settings, backend, retriever, observers)
 
 
 def service_of(
@@ -211,6 +226,7 @@ def service_of(
     """Return the service of these parts, not started, without routes. Its folder for sessions, if set, is created
     first: an unusable one raises ConfigurationError before an engine starts."""
     answers, server = settings.answers, settings.server
+    restarts = RestartBudget(server.max_restarts, server.restart_window_s)
     if server.session_log_dir is not None:
         SessionFolder(server.session_log_dir)  # fails early, before an engine is started
     return Service(
@@ -226,9 +242,7 @@ def service_of(
         observers=observers,
         model_name=settings.model.served_name,
         session_log_dir=server.session_log_dir,
-        on_engine_death=server.on_engine_death,
-        max_restarts=server.max_restarts,
-        restart_window_s=server.restart_window_s,
+        restarts=restarts if server.on_engine_death == "restart" else None,
         tool_parser=make_tool_parser(settings.model),
     )
 

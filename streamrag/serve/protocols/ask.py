@@ -16,7 +16,7 @@ from streamrag.query.options import MAX_DRAFT, QueryOptions
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel, read_body
 from streamrag.serve.connections.sse import Write
-from streamrag.serve.protocols.chat import Message
+from streamrag.serve.protocols.chat.requests import Message
 from streamrag.serve.protocols.event_encoder import respond_with_events, write_events
 from streamrag.serve.request_fields import SAMPLING, parse_turn, sampling
 from streamrag.serve.service import Service

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
-from streamrag.core.text import TextPassage
 from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
 from streamrag.sources.crawl.frontier import MAX_COSTLY_PAGES, Frontier, Target
 from streamrag.sources.crawl.options import CrawlOptions
@@ -26,6 +25,7 @@ from streamrag.sources.http.page import COSTLY_ERRORS, DisallowedError, Unusable
 from streamrag.sources.http.politeness import is_put_off
 from streamrag.sources.http.urls import origin_of
 from streamrag.sources.pages.near_duplicates import NearDuplicates
+from streamrag.sources.pages.page_content import CleanedPage
 from streamrag.sources.pages.relevant_passages import assemble
 from streamrag.support.tasks import run_shielded
 
@@ -34,7 +34,7 @@ SITEMAPS_SHARE_OF_TIME = 1 / 3  # after which links may use the places reserved 
 MAX_REASON_CHARS = 500  # characters of an unexpected error
 
 _Visit: TypeAlias = asyncio.Task[Any]
-"""A task that returns a worker's answer, or a `HostSitemaps`."""
+"""A task that returns a `CleanedPage`, or a `HostSitemaps`."""
 
 
 class Crawl:
@@ -125,7 +125,7 @@ class Crawl:
         if visit.cancelled():
             return Skipped(target.url, f"its host is abandoned: {MAX_COSTLY_PAGES} of its pages exceeded their limits")
         try:
-            page = visit.result()
+            page: CleanedPage = visit.result()
         except WorkerError:
             raise
         except (UnsafeUrlError, UnreachableError) as error:
@@ -142,24 +142,23 @@ class Crawl:
             return Skipped(target.url, str(error))
         except Exception as error:  # one page, which may be hostile, must not end the crawl
             return Skipped(target.url, f"it cannot be fetched: {type(error).__name__}: {error}"[:MAX_REASON_CHARS])
-        self._num_truncated += bool(page["is_cut"])
-        self._follow(self._frontier.choose(page["links"], target.depth + 1))
+        self._num_truncated += page.is_cut
+        self._follow(self._frontier.choose(page.links, target.depth + 1))
         return self._to_event(page)
 
-    def _to_event(self, page: dict[str, Any]) -> SourceEvent:
+    def _to_event(self, page: CleanedPage) -> SourceEvent:
         """Return an Append of what no earlier page had, with a Hint of the pages to come; a Skipped if nothing is left.
 
         Remember the page's text for the pages that follow.
         """
-        if not page["passages"]:
-            return Skipped(page["url"], "nothing on it matches the query" if page["num_passages"] else "it has no text")
-        passages = (TextPassage(tuple(headings), tuple(blocks)) for headings, blocks in page["passages"])
-        text = assemble(passages, self._fingerprints, self._near_duplicates.has)
+        if not page.passages:
+            return Skipped(page.url, "nothing on it matches the query" if page.num_passages else "it has no text")
+        text = assemble(page.passages, self._fingerprints, self._near_duplicates.has)
         self._near_duplicates.end_page()
         if not text:
-            return Skipped(page["url"], "what matches the query on it was on earlier pages")
+            return Skipped(page.url, "what matches the query on it was on earlier pages")
         num_to_come = len(self._visits) - self._frontier.num_sitemaps + self._frontier.num_waiting
-        return Append(Chunk(text, page["url"], page["title"]), Hint(num_chunks=num_to_come))
+        return Append(Chunk(text, page.url, page.title), Hint(num_chunks=num_to_come))
 
     def end(self) -> Iterator[Skipped]:
         """Yield a Skipped for each visit that is unfinished at the deadline.
@@ -226,7 +225,7 @@ class Crawl:
         visit.add_done_callback(self._finished.put_nowait)
 
     async def _visit(self, target: Target) -> Any:
-        """Return the worker's answer for a page, or the host's `HostSitemaps`, read within a third of the crawl's time.
+        """Return the `CleanedPage`, or the host's `HostSitemaps`, read within a third of the crawl's time.
 
         Errors are raised; costly ones also count against the host.
         """

@@ -2,20 +2,23 @@
 
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter, ValidationError
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.page import ContentRules, CostlyPageError, DisallowedError, Kind, UnusablePageError
+from streamrag.sources.http.page import ContentRules, CostlyPageError, DisallowedError, Page, UnusablePageError
 from streamrag.sources.http.page_cache import PageCache
 from streamrag.sources.http.politeness import CrawlTurns, Hosts
 from streamrag.sources.http.robots import Robots
 from streamrag.sources.http.ssrf_guard import resolve
 from streamrag.sources.http.urls import normalize_url
+from streamrag.sources.pages.page_content import PAGE_ANSWER, SITEMAP_ANSWER, CleanedPage, SitemapUrls
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers.pdf import UnusablePdfError
 from streamrag.sources.workers.pool import (
@@ -39,8 +42,10 @@ SITEMAPS = ContentRules(
 
 MAX_LOOKUPS = 4  # names that one crawl resolves concurrently
 
-SitemapAnswer: TypeAlias = tuple[dict[str, Any], int | None]
+SitemapAnswer: TypeAlias = tuple[SitemapUrls, int | None]
 """A worker's answer, and `max_body_bytes` if the sitemap was truncated there."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,8 @@ class PageReader:
     async def aclose(self) -> None:
         await self._fetcher.aclose()
 
-    async def read(self, url: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Fetch `url` with HTTP, or the browser at `cdp_url`, and return a worker's answer with passages and links.
+    async def read(self, url: str, check_redirect: Callable[[str], None]) -> CleanedPage:
+        """Fetch `url` with HTTP, or the browser at `cdp_url`, and return a worker's answer for the page.
 
         Unless ignored, robots.txt must allow `url` and all targets of redirects; `check_redirect` may also reject one.
 
@@ -104,8 +109,7 @@ class PageReader:
             await self._check_robots_of_target(redirected_to)
 
         await self._check_robots(url)
-        page = await self._fetcher.fetch(url, check)
-        return await self._clean(page.url, page.kind, page.charset, page.body)
+        return await self._clean(PAGE_ANSWER, await self._fetcher.fetch(url, check))
 
     async def named_sitemaps(self, origin: str) -> Sequence[str]:
         """Return the URLs of sitemaps that robots.txt lists, none if it is ignored. Sets the host's crawl delay."""
@@ -127,8 +131,7 @@ class PageReader:
 
         await self._check_robots(url)
         page = await self._fetcher.fetch(url, check, SITEMAPS)
-        answer = await self._clean(page.url, "xml", page.charset, page.body, is_cut=page.is_cut)
-        return answer, self.options.max_body_bytes if page.is_cut else None
+        return await self._clean(SITEMAP_ANSWER, page), self.options.max_body_bytes if page.is_cut else None
 
     async def _check_robots(self, url: str) -> None:
         """Set the host's crawl delay. Raises DisallowedError if robots.txt, unless ignored, disallows `url`."""
@@ -143,17 +146,17 @@ class PageReader:
         except DisallowedError as error:
             raise UnusablePageError(str(error)) from None
 
-    async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Have a worker's browser read the page at its host's turn, check its last `url`, and return the answer.
+    async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> CleanedPage:
+        """Have a worker's browser read the page at its host's turn, check its last URL, and return the answer.
 
         Raises as `read` does; a redirect to an address that is not allowed is an UnusablePageError.
         """
         await self._fetcher.check_address(start)
         await self._check_robots(start)
-        answer = await self._turns.ask(start, partial(self._clean, start, "browser", "", b""))
-        url = normalize_url(answer["url"])
+        page = await self._turns.ask(start, partial(self._clean, PAGE_ANSWER, Page(start, "browser", "", b"")))
+        url = normalize_url(page.url)
         if url is None:
-            raise UnusablePageError(f"the browser was redirected to {answer['url'][:100]!r}")
+            raise UnusablePageError(f"the browser was redirected to {page.url[:100]!r}")
         if url != start:
             check_redirect(url)
             try:
@@ -161,21 +164,25 @@ class PageReader:
                 await self._check_robots_of_target(url)
             except UnsafeUrlError as error:
                 raise UnusablePageError(f"it redirects to {url}: {error}") from None
-        return {**answer, "url": url}
+        return replace(page, url=url)
 
-    async def _clean(self, url: str, kind: Kind, charset: str, body: bytes, *, is_cut: bool = False) -> dict[str, Any]:
-        """Have a worker clean the page, and return its answer.
+    async def _clean(self, answer: TypeAdapter[T], page: Page) -> T:
+        """Have a worker clean the page, and return its valid answer.
 
-        Exceeded time, memory or CPU is a CostlyPageError, another failed job an UnusablePageError or UnreachableError.
+        Exceeded time, memory or CPU is a CostlyPageError, an invalid answer an UnusablePageError, and another failed
+        job an UnusablePageError or UnreachableError.
         """
         options = self.options
-        job = {"url": url, "kind": kind, "charset": charset, "is_cut": is_cut}
+        job = {"url": page.url, "kind": page.kind, "charset": page.charset, "is_cut": page.is_cut}
         job |= {"query": self.query, "max_chars": options.max_page_chars}
         # A browser may take page_timeout_s to fetch the page, before the worker reads it.
-        timeout_s = options.page_timeout_s * (2 if kind == "browser" else 1)
+        timeout_s = options.page_timeout_s * (2 if page.kind == "browser" else 1)
         try:
-            part = urlsplit(url).netloc
-            return await self.workers.run(job, body, timeout_s=timeout_s, share=self._share, part=part)
+            part = urlsplit(page.url).netloc
+            fields = await self.workers.run(job, page.body, timeout_s=timeout_s, share=self._share, part=part)
+            return answer.validate_python(fields)
+        except ValidationError as error:
+            raise UnusablePageError("it cannot be read: its worker's answer is invalid") from error
         except WorkerTimeoutError:
             raise CostlyPageError(f"reading it takes longer than {timeout_s:g} s") from None
         except WorkerLimitError as error:
@@ -186,7 +193,7 @@ class PageReader:
             raise
         except WorkerJobError as error:
             if error.kind == UnreachableError.__name__:
-                raise UnreachableError(f"{url} cannot be reached: {error.message}") from error
+                raise UnreachableError(f"{page.url} cannot be reached: {error.message}") from error
             if error.kind in (UnusablePageError.__name__, UnusablePdfError.__name__):
                 raise UnusablePageError(error.message) from error
             raise UnusablePageError(f"it cannot be read: {error.message}") from error

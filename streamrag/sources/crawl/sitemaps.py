@@ -86,14 +86,14 @@ class HostSitemaps:
             elif self._are_named or not (isinstance(error, HttpStatusError) and error.status == 404):
                 self.problems[url] = str(error)
         else:
-            self.pages |= dict.fromkeys(answer["pages"])
+            self.pages |= dict.fromkeys(answer.pages)
             # Workers read hostile files, so their answers are checked like the files themselves.
-            more = [each for each in self._on_this_host(answer["sitemaps"]) if normalize_url(each) == each]
+            more = [each for each in self._on_this_host(answer.sitemaps) if normalize_url(each) == each]
             self._waiting += [each for each in more if each not in self._known]
             self._known.update(more)
             if max_body_bytes:
                 self.problems[url] = f"it is larger than max_body_bytes={max_body_bytes}: only its beginning is read"
-            elif answer["is_cut"]:
+            elif answer.is_cut:
                 self._add_unread(url, "it is damaged or too large: only a part of it is read")
 
     def _add_unread(self, url: str, reason: str, num_sitemaps: int = 1) -> None:

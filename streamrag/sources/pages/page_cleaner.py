@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
@@ -26,7 +27,7 @@ from rank_bm25 import BM25Okapi
 from streamrag.core.text import split_markdown
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.pages.browser import Browser
-from streamrag.sources.pages.page_content import JSON, PageContent, content_version
+from streamrag.sources.pages.page_content import JSON, CleanedPage, PageContent, content_version
 from streamrag.sources.pages.prune import MAX_CONTENT_CHARS, prune
 from streamrag.sources.pages.relevant_passages import rank_links, relevant_stems, select
 from streamrag.sources.pages.sitemap import read_sitemap
@@ -98,32 +99,22 @@ class PageCleaner:
         return (data_bytes() or 0) > (self._first_bytes or 0) + MAX_LEFT_BYTES
 
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Return the passages for `query` of the page at `url`, of this `kind` and `charset`, within `max_chars`.
-
-        The answer's `url` is the URL after a browser's redirects; `num_passages` includes irrelevant ones. A sitemap
-        (kind "xml") has the answer of `read_sitemap`.
-        """
+        """Return the fields of a `CleanedPage`, with passages for `query` of the page at `url`, of this `kind` and
+        `charset`, within `max_chars`; for a sitemap (kind "xml") those of a `SitemapUrls`."""
         with job_limits(self._max_page_cpu_s, self._max_page_memory_bytes):
-            return read_sitemap(job, body, self._stem) if job["kind"] == "xml" else self._answer(job, body)
+            answer = read_sitemap(job, body, self._stem) if job["kind"] == "xml" else self._answer(job, body)
+            return asdict(answer)
 
-    def _answer(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Read the page (`body`, cache or browser); return its `url` after redirects, `title`, `num_passages` with
-        irrelevant ones, relevant `passages` as [headings, blocks], ranked `links`, and `is_cut` if it was too long to
-        be read whole."""
+    def _answer(self, job: dict[str, Any], body: bytes) -> CleanedPage:
+        """Return what is relevant to the query on the page in `body`, in the cache, or in the browser."""
         content = self._load_or_read(job, body)
         passages = split_markdown(content.text[:MAX_CONTENT_CHARS])
         is_cut = content.is_cut or len(content.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
         del passages[MAX_PASSAGES:]
         query, stem = job["query"], relevant_stems(job["query"], self._stem)
         best = select(passages, query, title=content.title, max_chars=job["max_chars"], score=bm25, stem=stem)
-        return {
-            "url": content.url,
-            "title": content.title,
-            "num_passages": len(passages),
-            "passages": [[passage.headings, passage.blocks] for passage in best],
-            "links": rank_links(content.links, query, stem),
-            "is_cut": is_cut,
-        }
+        links = rank_links(content.links, query, stem)
+        return CleanedPage(content.url, content.title, len(passages), best, links, is_cut)
 
     def _load_or_read(self, job: dict[str, Any], body: bytes) -> PageContent:
         """Return the page's content from the cache, or read and cache it; not a browser's page or a truncated PDF."""

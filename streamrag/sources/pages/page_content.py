@@ -1,4 +1,4 @@
-"""The content of a page independent of the query, which workers cache on disk."""
+"""The content of a page, which workers cache on disk, and their answers, validated by the process that gets them."""
 
 import functools
 from dataclasses import dataclass
@@ -6,12 +6,13 @@ from importlib.metadata import version
 
 from pydantic import TypeAdapter
 
+from streamrag.core.text import TextPassage
 from streamrag.support.versions import __version__
 
 
 @dataclass(frozen=True, slots=True)
 class PageContent:
-    """A page without navigation and the like."""
+    """A page without navigation and the like, independent of the query."""
 
     url: str  # URL after redirects
     title: str
@@ -20,7 +21,30 @@ class PageContent:
     is_cut: bool  # whether the page was truncated
 
 
+@dataclass(frozen=True, slots=True)
+class CleanedPage:
+    """A worker's answer for a page: what is relevant to the query."""
+
+    url: str  # URL after a browser's redirects
+    title: str
+    num_passages: int  # with irrelevant ones
+    passages: list[TextPassage]  # relevant ones, in page order
+    links: list[str]  # URLs, the most relevant first
+    is_cut: bool  # whether the page was too long to be read whole
+
+
+@dataclass(frozen=True, slots=True)
+class SitemapUrls:
+    """A worker's answer for a sitemap: its URLs that are relevant to the query, the most relevant first."""
+
+    pages: list[str]
+    sitemaps: list[str]
+    is_cut: bool  # whether there may be more
+
+
 JSON = TypeAdapter(PageContent)
+PAGE_ANSWER = TypeAdapter(CleanedPage)
+SITEMAP_ANSWER = TypeAdapter(SitemapUrls)
 
 
 @functools.cache

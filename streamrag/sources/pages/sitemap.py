@@ -18,6 +18,7 @@ from lxml import etree
 
 from streamrag.core.text import Stem
 from streamrag.sources.http.urls import normalize_url
+from streamrag.sources.pages.page_content import SitemapUrls
 from streamrag.sources.pages.prune import NO_PAGE
 from streamrag.sources.pages.relevant_passages import rank_links, relevant_stems
 
@@ -29,11 +30,10 @@ SPACE = b"\xef\xbb\xbf \t\r\n"
 ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
 
 
-def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]:
-    """Return `pages` whose URL has words of the query, up to `MAX_SITEMAPS` `sitemaps`, and `is_cut`.
+def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> SitemapUrls:
+    """Return the pages whose URL has words of the query, and up to `MAX_SITEMAPS` sitemaps, most words first.
 
-    URLs with most words come first. `is_cut` is whether there may be more pages or sitemaps. The job has a `url`, a
-    `query`, and `is_cut` if `body` is truncated.
+    The job has a `url`, a `query`, and `is_cut` if `body` is truncated.
     """
     text, is_cut = _decompress(body)
     is_cut = is_cut or job.get("is_cut", False)
@@ -49,11 +49,11 @@ def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]
         elif url and not is_page:
             sitemaps[url] = ""
     stem = relevant_stems(job["query"], stem)
-    return {
-        "pages": rank_links(pages, job["query"], stem, min_matches=1),
-        "sitemaps": rank_links(sitemaps, job["query"], stem)[:MAX_SITEMAPS],
-        "is_cut": is_cut or next(addresses, None) is not None,
-    }
+    return SitemapUrls(
+        rank_links(pages, job["query"], stem, min_matches=1),
+        rank_links(sitemaps, job["query"], stem)[:MAX_SITEMAPS],
+        is_cut or next(addresses, None) is not None,
+    )
 
 
 def _decompress(body: bytes) -> tuple[bytes, bool]:

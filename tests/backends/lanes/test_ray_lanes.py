@@ -19,7 +19,7 @@ from streamrag.backends.lanes.kv_transfer import MAX_KV_AGE_S
 from streamrag.backends.lanes.ray_backend import RayLanesBackend
 from streamrag.backends.lanes.replica_engines import ENDED_AT, DecodeEngine, PrefillEngine, without_old_kv
 from streamrag.backends.ray import backend as ray_module
-from streamrag.backends.ray.replica import ModelFacts
+from streamrag.backends.replicas.replica import ModelFacts
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.backends.vllm.client.lane_engine import MAX_READ_S, READ_BY_KEY
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, SamplingParams

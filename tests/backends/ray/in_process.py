@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from streamrag.backends.ray.replica import EngineReplica
-from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
-from streamrag.backends.ray.replica_streams import ReplicaLostError, ReplicaStreams
-from streamrag.backends.ray.wire import Delta, Open, Refused, WireEvent
+from streamrag.backends.replicas.replica import EngineReplica
+from streamrag.backends.replicas.replica_chooser import ReplicaCandidate, ReplicaChooser
+from streamrag.backends.replicas.replica_streams import ReplicaLostError, ReplicaStreams
+from streamrag.backends.replicas.wire import Delta, Open, Refused, WireEvent
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Prompt, SamplingParams
 from streamrag.routing import Opening, ReplicaState
 from streamrag.support import clock

@@ -18,10 +18,10 @@ from ray.serve.request_router import RequestRouter
 
 from streamrag.backends.ray import request_router
 from streamrag.backends.ray.options import QUEUED_TOKENS, QueuedTokensPolicy, ReplicaOptions
-from streamrag.backends.ray.replica import EngineReplica
-from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
 from streamrag.backends.ray.request_router import StreamRouter
-from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused
+from streamrag.backends.replicas.replica import EngineReplica
+from streamrag.backends.replicas.replica_chooser import ReplicaCandidate, ReplicaChooser
+from streamrag.backends.replicas.wire import Delta, Failed, Open, Opened, Refused
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
 from streamrag.errors import ConfigurationError, PromptTooLongError
 from streamrag.records import RequestRecord

@@ -9,9 +9,9 @@ import pytest
 from in_process import Fewest, InProcess, after, answer, growing, replica_streams
 
 from streamrag import Append, Chunk, Pipeline
-from streamrag.backends.ray.replica_chooser import ReplicaCandidate
-from streamrag.backends.ray.replica_streams import ReplicaStreams
-from streamrag.backends.ray.wire import Opened
+from streamrag.backends.replicas.replica_chooser import ReplicaCandidate
+from streamrag.backends.replicas.replica_streams import ReplicaStreams
+from streamrag.backends.replicas.wire import Opened
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, EngineDeadError, PromptTooLongError, SourceError
 from streamrag.telemetry import Answer
@@ -312,7 +312,7 @@ async def test_replicas_in_use_are_told_that_their_caller_lives() -> None:
 
 
 async def test_a_replica_that_hangs_does_not_keep_others_from_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.backends.ray.replica_streams.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("streamrag.backends.replicas.replica_streams.HEARTBEAT_S", 0.01)
     replicas = InProcess({name: ScriptedBackend(hold=anyio.Event()) for name in "ab"})
     streams = replica_streams(replicas)
     asking = [asyncio.create_task(answer(streams, after(growing("Why?")))) for _ in range(2)]

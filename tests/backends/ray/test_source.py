@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError
 
 from streamrag.backends.ray.source import RaySource
-from streamrag.backends.ray.wire import Failed
+from streamrag.backends.replicas.wire import Failed
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
 from streamrag.errors import SourceError
 from streamrag.modes import UpdateMode

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from streamrag import errors
 from streamrag.backends.ray.options import wanted_replicas
-from streamrag.backends.ray.replica import PromptFeed
-from streamrag.backends.ray.wire import Delta, Failed, Open
+from streamrag.backends.replicas.replica import PromptFeed
+from streamrag.backends.replicas.wire import Delta, Failed, Open
 from streamrag.core import Hint, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, StreamRagError
 

@@ -8,7 +8,7 @@ from typing import Any
 from streamrag.core import Chunk, TokenUsage
 from streamrag.serve.citation_marks import LONGEST_MARK, encode_annotation, file_id, file_name, find_marks
 from streamrag.serve.failures import Failure
-from streamrag.serve.protocols.chat import encode_passages
+from streamrag.serve.protocols.chat.encoder import encode_passages
 from streamrag.serve.protocols.responses.requests import CheckedRequest
 from streamrag.telemetry import Answer, Answered, ContextComplete, QueryEvent, RetrievalStarted, TokensGenerated
 

@@ -11,7 +11,8 @@ from pydantic import ConfigDict, Field
 from streamrag.core import SamplingParams, Turn
 from streamrag.serve.connections.json_body import RequestModel
 from streamrag.serve.failures import RequestError
-from streamrag.serve.protocols.chat import HARMLESS, check_model
+from streamrag.serve.protocols.chat.query import check_model
+from streamrag.serve.protocols.chat.requests import HARMLESS
 from streamrag.serve.protocols.responses.states import State
 from streamrag.serve.request_fields import parse_turn, refuse_fields, sampling
 from streamrag.serve.service import Service

@@ -8,7 +8,7 @@ from streamrag.core import Turn
 from streamrag.serve.connections.json_body import encode_json
 from streamrag.serve.observe.observer import Interface
 from streamrag.serve.open_queries import Caller
-from streamrag.serve.protocols.chat import conversation_options
+from streamrag.serve.protocols.chat.query import conversation_options
 from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
 from streamrag.serve.protocols.responses.encoder import ResponseEncoder, ServerEvent
 from streamrag.serve.protocols.responses.requests import CheckedRequest

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
-from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
+from streamrag.backends.replicas.wire import Delta, Failed, Open, Opened, Refused, WireEvent
 from streamrag.backends.vllm.client.lane_engine import NO_LANE, LaneFacts
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Prefilled, Prompt, Startable
 from streamrag.errors import EngineDeadError, StreamRagError

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from streamrag.backends.ray.newest_prompt import NewestPrompt
-from streamrag.backends.ray.replica_chooser import DraftTicket, ReplicaChooser, Ticket
-from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
+from streamrag.backends.replicas.newest_prompt import NewestPrompt
+from streamrag.backends.replicas.replica_chooser import DraftTicket, ReplicaChooser, Ticket
+from streamrag.backends.replicas.wire import Delta, Failed, Open, Opened, Refused, WireEvent
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, EngineDeadError
 from streamrag.support.messages import type_name

@@ -1,0 +1,154 @@
+"""A chat completion's request: messages, sampling parameters and tools, bounded.
+
+A client's schemas of tools are shown to the model, and used to read the arguments of calls, but no grammar is made from
+them.
+"""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, ConfigDict, Field, Json, field_validator
+
+from streamrag.core import MAX_INT, SamplingParams
+from streamrag.serve.connections.json_body import RequestModel, StrictModel
+from streamrag.serve.request_fields import SAMPLING, refuse_fields, sampling
+
+TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
+Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
+
+MAX_TOOLS = 128  # maximum tools of a request, and calls of a message
+MAX_CHARS = 65_536
+"""Maximum characters of all tools of a request, and also of the calls in all its messages."""
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Parameters(RequestModel, extra="allow"):
+    """A JSON schema of an object, as far as vLLM's parsers look into it."""
+
+    type: Literal["object"] = "object"
+    properties: dict[str, dict[str, Any]] = Field(default={})
+
+
+class Function(StrictModel):
+    name: Name
+    description: str | None = None
+    parameters: Parameters = Parameters()
+    strict: Literal[False] | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(RequestModel):
+    name: Name
+    arguments: Json[dict[str, Any]]
+
+
+class ToolCall(RequestModel):
+    id: str = Field(min_length=1, max_length=128)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def check_size(values: Any) -> Any:
+    """Return the tools of a request, or the calls of each message. Raises ValueError if they are too large."""
+    if len(str(values)) > MAX_CHARS:
+        raise ValueError(f"tools, or calls of tools, have more than {MAX_CHARS:,} characters")
+    return values
+
+
+class Message(RequestModel):
+    role: str
+    content: Any = None
+
+
+class ChatMessage(Message):
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = Field(default=None, max_length=128)
+
+
+class Prediction(RequestModel):
+    """A text that the answer may repeat. It changes no answer."""
+
+    type: Literal["content"]
+    content: Any
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+
+
+HARMLESS = frozenset((
+    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+))  # fmt: skip
+"""Fields that do not change the answer and are ignored."""
+
+EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+"""Fields that are passed to the engine unchanged."""
+
+
+class ChatRequest(RequestModel):
+    """A request as OpenAI defines it. Unsupported fields are refused, not ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[TokenId, Bias] | None = Field(default=None, max_length=300)
+    n: int | None = None
+    response_format: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), BeforeValidator(check_size)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _check_calls(cls, messages: Any) -> Any:
+        if isinstance(messages, list):
+            check_size([each.get("tool_calls") for each in messages if isinstance(each, dict)])
+        return messages
+
+    def params(self, default: SamplingParams) -> SamplingParams:
+        """Return `default` with the request's sampling parameters; `max_completion_tokens` overrides `max_tokens`.
+
+        :raises ConfigurationError: a value is invalid.
+        """
+        fields = self.model_dump(include={*SAMPLING, "ignore_eos"})
+        if self.max_completion_tokens is not None:
+            fields["max_tokens"] = self.max_completion_tokens
+        if isinstance(self.stop, str):
+            fields["stop"] = (self.stop,)
+        return sampling(default, **fields, extra=self.model_dump(include=EXTRA))
+
+    def check(self) -> None:
+        """Raise RequestError for `n` other than 1, formats other than text, forced tools, and unknown fields that are
+        set and not `HARMLESS`."""
+        refused = {
+            "n": self.n not in (None, 1),
+            "response_format": (self.response_format or {}).get("type") not in (None, "text"),
+            "tool_choice": self.tool_choice not in (None, "none", "auto"),
+        }
+        refuse_fields(self, HARMLESS, refused)
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the request has tools, or messages of tools."""
+        return bool(self.tools) or any(each.role == "tool" or each.tool_calls for each in self.messages)
