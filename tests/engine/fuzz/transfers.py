@@ -32,8 +32,7 @@ def make_transfers(seed: int) -> Scenario:
     for name in names:
         scenario = SITUATIONS[name](rng, scenario)
     events = [*scenario.events, *_sessions(rng, scenario)]
-    # Where one more step is in flight, vLLM's reset loses the log-probabilities of a prompt whose end is computed.
-    if scenario.remote is not None and rng.random() < 0.3:
+    if rng.random() < 0.3:
         events += [
             (rng.uniform(0, last_event_s(scenario) + 5), Reset(rng.random() < 0.8)) for _ in range(rng.choice([1, 3]))
         ]

@@ -95,6 +95,8 @@ class StreamingHooks(_Base):
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self.plugin.evictions.on_preemption(request)
         super()._preempt_request(request, timestamp, drop_stale_output)
+        if drop_stale_output:
+            self.plugin.evictions.on_dropped_output(request)
 
     def _handle_invalid_blocks(self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
         if self.plugin.host_memory is None:  # a third-party KV connector

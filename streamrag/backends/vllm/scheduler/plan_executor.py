@@ -83,7 +83,10 @@ class PlanExecutor:
             scheduler.max_num_scheduled_tokens = num_ahead + sum(grant.num_tokens for grant in step.plan.grants)
             scheduler.waiting.extend(r for r in hidden if r.can_start)
             hidden[:] = [r for r in hidden if not r.can_start]
-        shown = list(scheduler.waiting)
+        # vLLM keeps free what loaded prompts still need, and starts none behind one whose load does not fit then.
+        shown = sorted(scheduler.waiting, key=lambda request: not request.num_computed_tokens)
+        scheduler.waiting.clear()
+        scheduler.waiting.extend(shown)
         scheduler.deferred_waiting.difference_update(shown)
         try:
             yield
@@ -93,10 +96,8 @@ class PlanExecutor:
             for request in shown:
                 # Without memory for its load, vLLM leaves a request where it was, and its grant would starve others.
                 is_left = request in scheduler.deferred_waiting or request.request_id in granted
-                request.awaits_connector = is_left and request.status in (
-                    RequestStatus.WAITING,
-                    RequestStatus.PREEMPTED,
-                )
+                is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+                request.awaits_connector = is_left and is_waiting and not request.num_computed_tokens
 
     def _update_stuck(self, step: PlannedStep) -> None:
         # Requests whose KV a connector loads asynchronously are in no plan; only a step learns that a load has ended.

@@ -9,7 +9,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from tests.engine.oracle import V2OracleRunner
+from tests.engine.fuzz.prompt_logprobs import PromptLogprobs, expected_logprobs
+from tests.engine.oracle import V1OracleRunner, V2OracleRunner
 
 Make = Callable[..., Any]
 TOKENS = list(range(40))
@@ -132,6 +133,25 @@ def test_log_probabilities_of_a_prompt_are_whole_though_it_gave_up_its_slot(
     assert runner.delivered == {f"p{i}": list(range(50)) for i in range(6)}
     for i in range(6):
         assert b.tokens(f"p{i}") == b.fresh_answer(list(range(100 * i, 100 * i + 50)))
+
+
+class LogprobsV1Runner(PromptLogprobs, V1OracleRunner):
+    """The first model runner, which collects log-probabilities only for a request that it does not know."""
+
+
+def test_log_probabilities_of_a_prompt_outlive_a_reset_while_its_end_is_computed(bench: Make) -> None:
+    b = bench(is_async=True, max_num_batched_tokens=200)
+    shape = b.engine.shape
+    b.engine = SimulatedEngine(shape, LogprobsV1Runner(shape.num_blocks, shape.block_size, 1_000, True), always(1.0))
+    b.scheduler = b.engine.scheduler
+    b.engine.add("p", TOKENS, SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1))
+    assert b.engine.launch() is not None
+    assert b.scheduler.reset_prefix_cache(reset_running_requests=True)
+    b.outputs += b.engine.collect()
+    b.run()
+    (logprobs,) = [o.new_prompt_logprobs_tensors for o in b.outputs if o.new_prompt_logprobs_tensors]
+    assert tuple(logprobs) == expected_logprobs(TOKENS)
+    assert b.tokens("p") == b.fresh_answer(TOKENS)
 
 
 def test_several_answers_after_a_stream_compute_its_last_block_each_and_nothing_else(bench: Make) -> None:

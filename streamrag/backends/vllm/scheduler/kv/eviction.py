@@ -119,8 +119,12 @@ class Evictions:
             self._preempt_now(request, drop_stale_output=True)
         else:
             release_kv(self.scheduler, request)
+            self.on_dropped_output(request)
+
+    def on_dropped_output(self, request: StreamRequest) -> None:
+        """Have the log-probabilities of a prompt made again, as the output that had them may have been dropped. The
+        first model runner makes them only for a request that it does not know."""
         if has_prompt_logprobs(request) and not request.num_output_tokens:
-            # The dropped output may have had them. The first model runner makes them again only for a new request.
             self.scheduler.finished_req_ids.add(request.request_id)
             request.status = RequestStatus.WAITING
 
@@ -130,3 +134,5 @@ class Evictions:
         drop_stale_output = drop_stale_output or self.scheduler.requires_kv_delivery or self.theirs_may_load
         self.preempt_in_vllm(request, time.monotonic(), drop_stale_output)
         self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        if drop_stale_output:
+            self.on_dropped_output(request)
