@@ -13,7 +13,7 @@ FAILED_ONCE = [2_769, 3_058, FIRST_SEED + 51_494]
 
 2769: a block that was computed from a failed load, and lost before that was known, was saved to host memory.
 3058: the prefix cache was reset, and a partial prompt that could start then was left asleep.
-51494, of those with a connector: a load that did not fit beside what loaded prompts still needed kept them from running.
+51494, with a connector: a load that did not fit beside what loaded prompts still needed kept them from running.
 """
 SITUATIONS = [
     "aborts by a pause",
