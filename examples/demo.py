@@ -386,7 +386,7 @@ async def run(arguments: argparse.Namespace, groups: dict[str, Group], ahead: li
         backend = VllmBackend(
             arguments.model or out / "model",
             max_model_len=MAX_MODEL_LEN,
-            dtype="auto" if arguments.model else "float32",
+            engine_args={"dtype": "auto" if arguments.model else "float32"},
             answer_ahead=arguments.model is None,  # not every model can, and on a GPU it has a price
         )
         crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)

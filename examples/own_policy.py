@@ -12,7 +12,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from streamrag import AnswerStream, Pipeline, RequestView, RetrieverSource, SamplingParams, VllmBackend
+from streamrag import (
+    AnswerStream,
+    Pipeline,
+    RequestView,
+    RetrieverSource,
+    SamplingParams,
+    SchedulerOptions,
+    VllmBackend,
+)
 from streamrag.telemetry import read_records
 from streamrag.testing import make_tiny_llama
 
@@ -32,11 +40,8 @@ def retrieve(query: str) -> list[str]:
 
 
 async def main(model: Path, records: Path) -> None:
-    backend = VllmBackend(
-        model,
-        policy="own_policy.newest_question_first",
-        engine_args={"additional_config": {"streamrag": {"records": str(records)}}},
-    )
+    scheduler = SchedulerOptions(policy="own_policy.newest_question_first", records=str(records))
+    backend = VllmBackend(model, scheduler=scheduler)
     async with Pipeline(RetrieverSource(retrieve), backend, on_progress=print) as pipeline:
         questions = ["Why is the sky blue?", "Why is grass green?", "Why is snow white?"]
         streams = [pipeline.stream(question, params=SamplingParams(max_tokens=8)) for question in questions]

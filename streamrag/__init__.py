@@ -16,6 +16,7 @@ from streamrag.support.versions import __version__ as __version__
 if TYPE_CHECKING:
     from streamrag.backends.lanes import LanesBackend as LanesBackend
     from streamrag.backends.openai import OpenAIBackend as OpenAIBackend
+    from streamrag.backends.vllm import SchedulerOptions as SchedulerOptions
     from streamrag.backends.vllm import VllmBackend as VllmBackend
     from streamrag.backends.vllm.client.token_streams import TokenStream as TokenStream
     from streamrag.backends.vllm.client.token_streams import TokenStreams as TokenStreams
@@ -101,7 +102,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "streamrag.backends.lanes": "LanesBackend",
     "streamrag.backends.openai": "OpenAIBackend",
-    "streamrag.backends.vllm": "VllmBackend",
+    "streamrag.backends.vllm": "SchedulerOptions VllmBackend",
     "streamrag.backends.vllm.client.token_streams": "TokenStream TokenStreams",
     "streamrag.core": (
         "AnswerChunk Append Backend BackendEvent Chunk CutShort Hint Mode ModelInfo Prefilled Progress Prompt "

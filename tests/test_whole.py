@@ -62,7 +62,7 @@ async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vll
     model = make_tiny_llama(
         tmp_path_factory.mktemp("models") / "model", hidden_size=256, num_layers=8, num_heads=8, max_model_len=16384
     )
-    backend = VllmBackend(model, dtype="float32", max_num_batched_tokens=256, kv_cache_bytes=1 << 29)
+    backend = VllmBackend(model, engine_args={"dtype": "float32"}, max_num_batched_tokens=256, kv_cache_bytes=1 << 29)
     await backend.start(print)
     try:
         # vLLM's own tasks start with this one.

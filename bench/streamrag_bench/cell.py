@@ -56,7 +56,7 @@ class CellSettings:
     """Token budget of a step; None for the workload's published budget."""
     max_num_seqs: Count = 256
     scheduler_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """More options of our scheduler, by name; see `streamrag.backends.vllm.scheduler_options.SchedulerOptions`."""
+    """More options of our scheduler, by name; see `streamrag.backends.vllm.scheduler_options.EngineOptions`."""
     max_context_tokens: Count | None = None
     """Token budget of a context, as in a pipeline: chunks that do not fit are left out. None for the most that the
     model's length allows."""

@@ -22,6 +22,7 @@ from streamrag.backends.vllm.client.stats import MeasuredStep as MeasuredStep
 from streamrag.backends.vllm.client.token_streams import TokenStream, TokenStreams, record_of
 from streamrag.backends.vllm.client.vllm_errors import vllm_model_errors_translated
 from streamrag.backends.vllm.facts import EngineFacts, engine_facts
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.core import AnswerChunk, Hint, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.records import RequestRecord
@@ -75,7 +76,7 @@ def _for_measuring(engine_args: Mapping[str, Any], policy: str | None, kv_tokens
 
     args = {"skip_tokenizer_init": True, "enable_logging_iteration_details": True, **engine_args}
     if policy is not None:
-        args |= scheduler_args("streaming", policy, None, args)
+        args |= scheduler_args("streaming", SchedulerOptions(policy=policy), args)
     if kv_tokens is not None:
         default = CPU_BLOCK_SIZE if current_platform.is_cpu() else CacheConfig.DEFAULT_BLOCK_SIZE
         args["num_gpu_blocks_override"] = kv_tokens // args.get("block_size", default)

@@ -18,7 +18,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "Which error does a question raise that does not fit the model?": ("prompttoolongerror",),
     "What does an Update do to the context in UpdateMode?": ("replaces the context",),
     "What does AppendMode do?": ("grow",),
-    "Where does the engine's own log go?": ("log_path",),
+    "Where does the engine's own log go?": ("temporary file",),
     "How many tokens has a KV block on CPU?": ("32 tokens",),
     "How large is the KV cache on CPU unless told otherwise?": ("4 gib",),
     "What does the strategy warming leave in place?": ("scheduler",),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from streamrag.backends.openai import OpenAIBackend
-from streamrag.backends.vllm import VllmBackend
+from streamrag.backends.vllm import SchedulerOptions, VllmBackend
 from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.cli.answer_display import print_sources, print_timings, watch
 from streamrag.cli.conversation import ChatHistory, converse
@@ -141,8 +141,8 @@ def _make_backend(arguments: argparse.Namespace) -> Backend:
             raise ConfigurationError(f"--{option.replace('_', '-')} needs --server, which was not given")
     return VllmBackend(
         arguments.model,
+        scheduler=SchedulerOptions(policy=arguments.policy or DEFAULT_POLICY),
         strategy=arguments.strategy or "streaming",
-        policy=arguments.policy or DEFAULT_POLICY,
         max_model_len=arguments.max_model_len,
     )
 

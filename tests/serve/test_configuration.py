@@ -189,7 +189,7 @@ def test_paths_in_a_file_are_relative_to_it_and_names_stay_names(tmp_path: Path)
     file = file_of(
         tmp_path,
         "[source]\nindex = 'idx'\nembedder = './mine'\nrerank = 'late-interaction'\n"
-        "[model]\nname = '../models/a'\ntokenizer = 'org/b'\n[engine]\nlog_path = '/var/log/x'\n"
+        "[model]\nname = '../models/a'\ntokenizer = 'org/b'\n[engine]\nprofile = '/var/p.json'\n"
         "[keys]\nfile = '~/keys'\n",
     )
     settings = load(file, {"STREAMRAG__SOURCE__CACHE_FOLDER": "cache"}, {"source.trace": "t.jsonl"}).settings
@@ -197,7 +197,7 @@ def test_paths_in_a_file_are_relative_to_it_and_names_stay_names(tmp_path: Path)
     assert (source.index, source.embedder, source.rerank) == (tmp_path / "idx", f"{tmp_path}/mine", "late-interaction")
     assert (model.name, model.tokenizer) == (f"{tmp_path.parent}/models/a", "org/b")
     assert (source.cache_folder, source.trace) == (Path("cache"), Path("t.jsonl"))
-    assert (settings.engine.log_path, settings.keys.file) == (Path("/var/log/x"), Path("~/keys").expanduser())
+    assert (settings.engine.profile, settings.keys.file) == ("/var/p.json", Path("~/keys").expanduser())
 
 
 def test_true_is_no_number(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ STEPS: dict[str, Sequence[Step]] = {}
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
     model: Path = make_tool_llama(tmp_path_factory.mktemp("models") / "model", max_model_len=8192)
     backend = VllmBackend(
-        model, dtype="float32", max_num_batched_tokens=256, kv_cache_bytes=1 << 28, collect_stats=True
+        model, engine_args={"dtype": "float32"}, max_num_batched_tokens=256, kv_cache_bytes=1 << 28, collect_stats=True
     )
     async with serving(
         lambda query: STEPS.get(query, CHUNKS),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from streamrag import AnswerChunk, BackendEvent, Pipeline, Prompt, SamplingParams, VllmBackend
+from streamrag import AnswerChunk, BackendEvent, Pipeline, Prompt, SamplingParams, SchedulerOptions, VllmBackend
 from streamrag.records import read_records
 from streamrag.sessions.question_options import DECISIVE_MARGIN
 from streamrag.testing import ScriptedSource, make_tiny_llama
@@ -34,11 +34,10 @@ async def pipeline(tmp_path_factory: pytest.TempPathFactory, records: Path) -> A
     backend = VllmBackend(  # room for three whole prompts, so that several sessions push each other out
         model,
         max_model_len=1024,
-        dtype="float32",
         kv_cache_bytes=3 << 20,
         host_kv_bytes=64 << 20,
-        eviction="swap",
-        engine_args={"block_size": BLOCK, "additional_config": {"streamrag": {"records": str(records)}}},
+        scheduler=SchedulerOptions(eviction="swap", records=str(records)),
+        engine_args={"dtype": "float32", "block_size": BLOCK},
     )
     async with Pipeline(ScriptedSource([]), backend) as pipeline:
         yield pipeline

@@ -40,9 +40,9 @@ from streamrag.backends.vllm.client.arguments import draft_args, scheduler_args
 from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.demo.demo_folder import TEMPLATE
 from streamrag.engine.drafts import NUM_ANCHOR, AnswerDraft
-from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.modes import PromptAssembler
 from streamrag.support.files import write_atomic
 from streamrag_bench.provenance import versions
@@ -60,9 +60,7 @@ COMMON: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 29,
     "max_num_seqs": 8,
 }
-OURS = scheduler_args(
-    "streaming", DEFAULT_POLICY, None, COMMON, eviction="recompute"
-)  # nothing is copied to host memory
+OURS = scheduler_args("streaming", SchedulerOptions(eviction="recompute"), COMMON)  # nothing is copied to host memory
 ARMS: dict[str, dict[str, Any]] = {
     "none": COMMON | OURS,
     "copies": COMMON | OURS | draft_args("streaming", {}),

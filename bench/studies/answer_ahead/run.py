@@ -127,7 +127,9 @@ async def measure(folder: Path, num_questions: int) -> list[Row]:
     found = await retrieve(folder, questions)
     asked = [(load, question) for load in LOADS for question in questions]
     source = ScriptedSource()
-    backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, dtype="float32", answer_ahead=True)
+    backend = VllmBackend(
+        folder / "model", max_model_len=MAX_MODEL_LEN, engine_args={"dtype": "float32"}, answer_ahead=True
+    )
     params, rows = SamplingParams(max_tokens=MAX_TOKENS), []
     async with Pipeline(source, backend, template=TEMPLATE, overlap=True) as pipeline:
 

@@ -192,7 +192,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
 
 async def run(folder: Path, loads: Sequence[Load]) -> dict[str, dict[str, Any]]:
     """Measure each load on one engine."""
-    backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, dtype="float32")
+    backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, engine_args={"dtype": "float32"})
     results = {}
     await backend.start(lambda line: None)
     try:

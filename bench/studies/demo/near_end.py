@@ -68,7 +68,7 @@ async def ask(pipeline: Pipeline, question: str, *, overlap: bool) -> Answer:
 
 async def measure(folder: Path, questions: Sequence[str], num_turns: int) -> list[Row]:
     search = HybridSource(folder / "index", k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES)
-    backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, dtype="float32")
+    backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, engine_args={"dtype": "float32"})
     sources: dict[str, Source] = {WAITING: search, ALWAYS: search, NEAR_END: DelayedUpdates(search, LEAD_S)}
     rows = []
     async with aclosing(backend), aclosing(search):

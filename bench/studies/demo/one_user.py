@@ -109,7 +109,7 @@ async def measure(folder: Path, num_questions: int) -> list[Row]:
     asked = [(load, f"What is {load}? ({number})") for load in LOADS for number in range(num_questions)]
     scripts = {question: LOADS[load](chunks, rng) for load, question in asked}
     scripts["What is not counted?"] = reranked_search(chunks, rng)
-    backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, dtype="float32")
+    backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, engine_args={"dtype": "float32"})
     params, rows = SamplingParams(max_tokens=MAX_TOKENS), []
     async with Pipeline(ScriptedSource(scripts), backend) as pipeline:
 

@@ -285,7 +285,9 @@ class Asking:
         self._folder = folder
         self._found = found
         self._engine = {"model": str(arguments.model), "dtype": arguments.dtype}
-        self._backend = VllmBackend(max_model_len=8192, kv_cache_bytes=1 << 30, **self._engine)
+        self._backend = VllmBackend(
+            arguments.model, max_model_len=8192, kv_cache_bytes=1 << 30, engine_args={"dtype": arguments.dtype}
+        )
         self._open = AsyncExitStack()
         self._is_started = False
 

@@ -38,8 +38,8 @@ from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import TokenStreams
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.demo.demo_folder import TEMPLATE
-from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import StreamRagError
 from streamrag.modes.prompt import PromptAssembler
 from streamrag.support.files import write_atomic
@@ -191,7 +191,7 @@ async def measure(case: Case, model: Path, prompts: Sequence[Pieces], done: Call
                 asked = [ask(engine, why_dead, f"{way} {number}", pieces[-1]) for number, pieces in batch]
                 answers[way] += await asyncio.gather(*asked)
             done()
-    ours = scheduler_args("streaming", DEFAULT_POLICY, None, {})
+    ours = scheduler_args("streaming", SchedulerOptions(), {})
     async with running(model, case.dtype, ours) as (engine, why_dead):
         streams = TokenStreams(engine, why_dead=why_dead)
         answers[STREAMED] = [await stream(streams, pieces) for pieces in prompts]

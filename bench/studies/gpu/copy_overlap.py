@@ -28,6 +28,7 @@ from rich.table import Table
 
 from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.facts import EngineFacts
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.errors import BackendError
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
@@ -224,7 +225,9 @@ def show(found: Mapping[str, Mapping[str, float]], facts: EngineFacts) -> None:
 
 def engine_args(given: Mapping[str, Any], size: Size, folder: Path) -> dict[str, Any]:
     args: dict[str, Any] = {**given, "max_num_batched_tokens": size.budget}
-    args |= scheduler_args("streaming", "fcfs", None, args, eviction="swap", host_kv_bytes=size.host_kv_bytes)
+    args |= scheduler_args(
+        "streaming", SchedulerOptions(policy="fcfs", eviction="swap"), args, host_kv_bytes=size.host_kv_bytes
+    )
     args["additional_config"] |= {KEY: (str(folder), size.num_held // NUM_COPIED)}
     args["additional_config"]["streamrag"]["num_partial_tokens"] = None  # all steps are full
     return args | {"scheduler_cls": "studies.gpu.copying_scheduler.scheduler"}

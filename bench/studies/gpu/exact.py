@@ -30,6 +30,7 @@ from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import TokenStreams
 from streamrag.backends.vllm.facts import engine_facts
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.core import AnswerChunk, Prompt, SamplingParams
 from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.records import RequestRecord
@@ -73,7 +74,7 @@ def whole_of(chunks: Chunks) -> list[int]:
 
 @asynccontextmanager
 async def running(model: Path, engine_args: Mapping[str, Any]) -> AsyncIterator["AsyncLLM"]:
-    async with aclosing(EngineProcesses(model, model.parent / "vllm.log")) as processes:
+    async with aclosing(EngineProcesses(model)) as processes:
         yield await processes.start({"skip_tokenizer_init": True, **engine_args})
 
 
@@ -172,7 +173,7 @@ async def measure(
     assert num_tokens // 3 > longest
     short = {"num_gpu_blocks_override": num_tokens // 3 // block_size}
     host = {} if eviction == "recompute" else {"host_kv_bytes": 1 << 30}
-    ours = scheduler_args("streaming", "fcfs", None, {}, eviction=eviction, **host)
+    ours = scheduler_args("streaming", SchedulerOptions(policy="fcfs", eviction=eviction), {}, **host)
     async with running(model, {**engine_args, **short, **ours}) as engine:
         if engine.vllm_config.kv_transfer_config is None:
             eviction = "recompute"  # what is left of host memory where the trial of its copies failed

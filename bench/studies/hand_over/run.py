@@ -93,7 +93,7 @@ async def measure(model: Path, num_questions: int, max_s: float) -> list[Row]:
     """Hand over the text about `num_questions` pairs of passages, in all lengths and ways, none after `max_s`."""
     rng, chunks, rows = random.Random(0), passages(), list[Row]()
     found = [list(map(Append, rng.sample(chunks, NUM_PASSAGES))) for _ in range(num_questions)]
-    backend = VllmBackend(model, max_model_len=2048, dtype="float32")
+    backend = VllmBackend(model, max_model_len=2048, engine_args={"dtype": "float32"})
     await backend.start(lambda line: None)
     try:
         await hand_over(backend, found[0], 0, min(LENGTHS), WAYS[-1])  # is not counted

@@ -40,7 +40,12 @@ console = Console(highlight=False, width=None if Console().is_terminal else 120)
 def engine(model: Path, kind: Lane | None) -> VllmBackend:
     """Return an engine with a small KV cache."""
     return VllmBackend(
-        model, lane=kind, dtype="float32", kv_cache_bytes=1 << 27, collect_stats=kind == "decode", max_model_len=2_048
+        model,
+        lane=kind,
+        kv_cache_bytes=1 << 27,
+        collect_stats=kind == "decode",
+        max_model_len=2_048,
+        engine_args={"dtype": "float32"},
     )
 
 

@@ -43,7 +43,8 @@ NUM_CHARS = (500, 1_800)
 NUM_DOCUMENTS = 6
 WORDS_S, LETTERS_S, RERANK_S = 0.05, 0.4, 0.4
 SIZES: dict[str, Any] = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 4_096}
-SETTINGS: dict[str, Any] = {"max_model_len": 8_192, "dtype": "float32", "kv_cache_bytes": 1 << 29}
+ENGINE_ARGS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}
+SETTINGS: dict[str, Any] = {"max_model_len": 8_192, "kv_cache_bytes": 1 << 29}
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPT = ChatPromptTemplate.from_template(
     "Answer the question from these documents.\n\n{context}\n\nQuestion: {question}"
@@ -117,7 +118,9 @@ async def measure(num_questions: int) -> list[dict[str, Any]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         corpus = [page.text for page in pages]
         model = make_tiny_llama(folder / "model", corpus=corpus, max_model_len=SETTINGS["max_model_len"], **SIZES)
-        backend = VllmBackend(model, **SETTINGS, engine_args={"block_size": 32, "enforce_eager": True})
+        backend = VllmBackend(
+            model, **SETTINGS, engine_args={"dtype": "float32", "block_size": 32, "enforce_eager": True}
+        )
         stack.push_async_callback(backend.aclose)
         await backend.start(lambda line: None)
 

@@ -164,7 +164,9 @@ async def measure(folder: Path, num_questions: int, sources: Sequence[str]) -> l
     """Ask `num_questions` questions in all ways."""
     rng, questions, rows = random.Random(0), list(QUESTIONS)[:num_questions], list[Row]()
     found = await retrieve(folder, questions)
-    backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, dtype="float32", answer_ahead=True)
+    backend = VllmBackend(
+        folder / "model", max_model_len=MAX_MODEL_LEN, engine_args={"dtype": "float32"}, answer_ahead=True
+    )
     asked = [
         (name, how, question, way)
         for name in sources

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import EngineOptions
 from streamrag.engine.recompute_or_swap import EVICTIONS, EvictionMode
 from streamrag_bench.cell import Arm, CellSettings
 
@@ -121,8 +121,8 @@ OURS_BUDGET: int | None = 8_192
 
 
 def ours(name: str = "ours", **options: Any) -> Way:
-    """The defaults of our scheduler, but for `options`, which are fields of `SchedulerOptions`."""
-    of = SchedulerOptions(**options)
+    """The defaults of our scheduler, but for `options`, which are fields of `EngineOptions`."""
+    of = EngineOptions(**options)
     other = {key: value for key, value in options.items() if key not in ("policy", "eviction", "host_kv_bytes")}
     return Way(
         name,
@@ -155,7 +155,7 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "not looked up again": {"looks_up_again": False},
     "4 GiB of host memory": {"host_kv_bytes": 4 << 30},
 }
-"""Ours without each of its parts: what is changed of `SchedulerOptions()`. One that changes nothing is left out."""
+"""Ours without each of its parts: what is changed of `EngineOptions()`. One that changes nothing is left out."""
 OF_MEMORY = {"can_partial_evict", "eviction", "low_water", "looks_up_again", "host_kv_bytes"}
 """Options that decide nothing where nobody is evicted, and no two queries have a chunk in common."""
 
@@ -170,5 +170,5 @@ def ablations(*, is_pressed: bool = True) -> tuple[Way, ...]:
     return tuple(
         ours(f"ours, {name}", **options)
         for name, options in ABLATIONS.items()
-        if SchedulerOptions(**options) != SchedulerOptions() and (is_pressed or not options.keys() <= OF_MEMORY)
+        if EngineOptions(**options) != EngineOptions() and (is_pressed or not options.keys() <= OF_MEMORY)
     )

@@ -140,11 +140,11 @@ def engine(folder: str) -> partial[VllmBackend]:
     return partial(
         VllmBackend,
         folder,
-        dtype=DTYPE,
         kv_cache_bytes=KV_BYTES,
         max_model_len=2_048,
         collect_stats=True,
         max_num_seqs=16,
+        engine_args={"dtype": DTYPE},
     )
 
 

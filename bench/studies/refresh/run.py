@@ -34,7 +34,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag import Chunk, Pipeline, PromptTemplate, QueryOptions, RetrieverSource, SamplingParams, VllmBackend
+from streamrag import (
+    Chunk,
+    Pipeline,
+    PromptTemplate,
+    QueryOptions,
+    RetrieverSource,
+    SamplingParams,
+    SchedulerOptions,
+    VllmBackend,
+)
 from streamrag.records import read_records
 from streamrag.refresh import Refresh
 from streamrag.telemetry import ContextRefreshed, RefreshSkipped, TokensGenerated
@@ -234,10 +243,10 @@ async def run(folder: Path, num_questions: int) -> list[Row]:
     records.touch()
     backend = VllmBackend(
         folder,
-        dtype="float32",
         max_model_len=2048,
         kv_cache_bytes=1 << 29,
-        engine_args={"additional_config": {"streamrag": {"records": str(records)}}},
+        scheduler=SchedulerOptions(records=str(records)),
+        engine_args={"dtype": "float32"},
     )
     await backend.start(console.print)
     try:

@@ -250,7 +250,9 @@ async def run(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str
     async with AsyncExitStack() as stack:
         backend = None
         if arguments.model:
-            backend = VllmBackend(arguments.model, max_model_len=8192, kv_cache_bytes=1 << 30, dtype="float32")
+            backend = VllmBackend(
+                arguments.model, max_model_len=8192, kv_cache_bytes=1 << 30, engine_args={"dtype": "float32"}
+            )
             await stack.enter_async_context(aclosing(backend))
             await backend.start(lambda line: None)
         return {each.name: await measure(each, packages, folder, arguments.only, backend) for each in documentations}

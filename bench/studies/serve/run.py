@@ -77,7 +77,9 @@ def held_by_process() -> dict[str, float]:
 async def run_service(kind: str, model: str, num_places: int) -> int:
     backend: Any = ScriptedBackend(answer="It is Paris [1]. " * 2)
     if kind == "engine":
-        backend = VllmBackend(model, dtype="float32", max_num_batched_tokens=512, kv_cache_bytes=1 << 30)
+        backend = VllmBackend(
+            model, engine_args={"dtype": "float32"}, max_num_batched_tokens=512, kv_cache_bytes=1 << 30
+        )
 
     def steps(query: str) -> list[Any]:
         pause = [] if query.startswith("at once") else [RETRIEVAL_S / 2]

@@ -233,7 +233,7 @@ def show(table: Sequence[dict[str, Any]]) -> None:
 
 
 async def measure(model: Path, dtype: str) -> list[dict[str, Any]]:
-    backend = VllmBackend(model, dtype=dtype, max_model_len=2_048, engine_args={"block_size": 32})
+    backend = VllmBackend(model, max_model_len=2_048, engine_args={"dtype": dtype, "block_size": 32})
     await backend.start(lambda text: None)
     try:
         asked_of = [

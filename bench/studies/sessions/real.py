@@ -47,7 +47,7 @@ MODEL: dict[str, Any] = {
 
 async def measure(model: Path, num_cycles: int) -> dict[str, Row]:
     settings: dict[str, Any] = {"max_model_len": MODEL["max_model_len"], "dtype": "float32"}
-    backend = VllmBackend(model, **settings, kv_cache_bytes=KV_BYTES, engine_args={"block_size": BLOCK_SIZE})
+    backend = VllmBackend(model, kv_cache_bytes=KV_BYTES, engine_args={**settings, "block_size": BLOCK_SIZE})
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring", total=6 * num_cycles)
 

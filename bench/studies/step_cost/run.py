@@ -34,7 +34,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import EngineOptions
 from streamrag.core import RequestClass
 from streamrag.support.files import write_atomic
 from streamrag_bench.provenance import versions
@@ -44,7 +44,7 @@ from studies.step_cost.schedulers import NUM_BLOCKS, decode, loaded, no_collecti
 MOST_MORE_US = {50: 100.0, 500: 500.0}
 """Microseconds that a step may take more, by the number of requests."""
 NUM_STEPS = 30
-POLICIES = (SchedulerOptions().policy, "fcfs", "mcps", "k_lpm(4)")
+POLICIES = (EngineOptions().policy, "fcfs", "mcps", "k_lpm(4)")
 SESSIONS = "sessions"
 NUM_BLOCKS_AT_HIGH_WATER = 4
 """For each request: more than idle data hold, and less than they and answers do."""

@@ -17,5 +17,12 @@ from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.backend import VllmBackend as VllmBackend
+    from streamrag.backends.vllm.scheduler_options import SchedulerOptions as SchedulerOptions
 else:  # imported on first use: the engine's own processes never need it
-    __getattr__ = attributes(__name__, {"VllmBackend": "streamrag.backends.vllm.client.backend"})
+    __getattr__ = attributes(
+        __name__,
+        {
+            "SchedulerOptions": "streamrag.backends.vllm.scheduler_options",
+            "VllmBackend": "streamrag.backends.vllm.client.backend",
+        },
+    )

@@ -17,7 +17,7 @@ from streamrag.backends.vllm.scheduler.host_memory.costs import Match
 from streamrag.backends.vllm.scheduler.host_memory.hardware_profile import make_price_of_engine
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.backends.vllm.scheduler.supported import why_no_host_memory
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import EngineOptions
 from streamrag.backends.vllm.worker.host_copier import HostCopier
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._is_used = why_no_host_memory(kv_cache_config) is None
         if role == KVConnectorRole.WORKER:
-            options = SchedulerOptions.of(vllm_config)
+            options = EngineOptions.of(vllm_config)
             num_slots = _num_slots(options, vllm_config, kv_cache_config) if self._is_used else 0
             self.copier = HostCopier(num_slots, kv_cache_config.num_blocks)
             return
@@ -61,7 +61,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         if why_not := why_no_host_memory(kv_cache_config):
             logger.warning("This model has %s: evicted KV is recomputed, not copied.", why_not)
             return
-        options = SchedulerOptions.of(config)
+        options = EngineOptions.of(config)
         price = make_price_of_engine(options, config, _block_bytes(kv_cache_config))
         self.host_memory = HostMemory(kv_cache_manager, _num_slots(options, config, kv_cache_config), price)
 
@@ -133,7 +133,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.copier.close()
 
 
-def _num_slots(options: SchedulerOptions, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
+def _num_slots(options: EngineOptions, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
     """Return the number of host slots of one worker: `num_host_blocks`, or else what fits into its host memory."""
     if options.num_host_blocks is not None:
         return options.num_host_blocks

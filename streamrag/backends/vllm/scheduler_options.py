@@ -25,17 +25,55 @@ def draft_config(num_tokens: int) -> dict[str, Any]:
 @validated
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """The options in `additional_config={"streamrag": {...}}` of the engine's arguments.
+    """How the scheduler orders requests, and what it does with their KV.
+
+    VllmBackend(model, scheduler=SchedulerOptions(policy="fcfs", eviction="recompute"))
 
     :raises ConfigurationError: an option cannot have that value.
     """
 
     policy: str = DEFAULT_POLICY
-    """Orders the requests of a class: see `streamrag.engine.make_policy`. Without sessions there is only one class."""
+    """The order of requests: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.1)", or
+    "package.module.function", a function that returns a sort key for a `RequestView` and the time. It orders the
+    requests of a class; without sessions there is only one class."""
     class_ageing_s: float | None = 4.0
-    """See `streamrag.engine.urgency_classes`; with None, `policy` orders data and questions of sessions together."""
+    """Seconds that a less urgent class of requests waits at most before it is as urgent as the next one; see
+    `streamrag.engine.urgency_classes`. With None, `policy` orders data and questions of sessions together."""
     can_partial_evict: bool | None = None
-    """See `streamrag.engine.rules.PartialEviction`; None allows it to growing prompts if host memory holds all KV."""
+    """Whether a partial prompt may take memory from other requests. By default, only prompts that only grow may, and
+    only while host memory has room for all KV; otherwise prompts would evict each other in turn."""
+    eviction: EvictionMode | None = None
+    """What happens to a victim's KV: "recompute", "swap" to host memory and back, or "cost", the cheaper one, which is
+    the default where host memory can be used."""
+    profile: str | None = None
+    """Name or path of the hardware's costs. By default they are estimated from the model's shape, and corrected by
+    measuring the engine's steps."""
+    kv_budget: PositiveFraction | None = None
+    """Share of the KV blocks, 0.5 for example, that complete prompts and their answers may claim; further prompts wait
+    until others end. None for no limit."""
+    data_high_water: PositiveFraction | None = None
+    """Share of the KV blocks, 0.95 for example, above which data of sessions are not computed. None for no limit."""
+    max_data_tokens: Count | None = None
+    """Most tokens of sessions' data in a step beside other requests, 1,024 for example; None for no limit."""
+    low_water: float = LOW_WATER
+    """Share of the KV blocks that is kept free for complete prompts."""
+    records: NonEmptyText | None = None
+    """A file to which the record of every request that ends is appended; see `streamrag.records.read_records`."""
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that are not the defaults."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+
+
+@validated
+@dataclass(frozen=True, slots=True)
+class EngineOptions(SchedulerOptions):
+    """All options, in `additional_config={"streamrag": {...}}` of the engine's arguments: also what the client sets for
+    its engine, and the switches with which studies take our scheduler apart."""
+
+    eviction: EvictionMode = "cost"
     num_partial_tokens: int | None = 2_048
     """Most tokens of partial prompts in a step, see `streamrag.engine.Pace`; None fills every step."""
     partial_step_s: float = 0.05
@@ -45,15 +83,6 @@ class SchedulerOptions:
     each step is as long as the engine's token budget allows."""
     late_binding: bool = True
     """See `streamrag.engine.rules.LateBinding`. Matters with asynchronous scheduling, which plans a step ahead."""
-    low_water: float = LOW_WATER
-    """Share of the KV blocks that `streamrag.engine.rules.LowWater` keeps free."""
-    data_high_water: PositiveFraction | None = None
-    """Share of the KV blocks, 0.95 for example, above which data of sessions are not computed. None for no limit."""
-    max_data_tokens: Count | None = None
-    """See `streamrag.engine.rules.DataShare`; 1,024 for example; None for no limit."""
-    kv_budget: PositiveFraction | None = None
-    """Share of the KV blocks, 0.5 for example, that complete prompts and their answers may claim; further prompts wait
-    until others end. None for no limit."""
     looks_up_again: bool = True
     """Whether to look up a stream that holds KV in the prefix cache again before each step, because others may have
     computed the same tokens since. Needs attention of one kind, and no third-party KV connector that may load KV."""
@@ -62,28 +91,21 @@ class SchedulerOptions:
     `looks_up_again`."""
     prompt_lookup: bool = True
     """Whether an engine that verifies drafts also verifies what follows the last tokens of an answer in its prompt."""
-    eviction: EvictionMode = "cost"
-    """Whether a victim's KV is recomputed or swapped; see `streamrag.engine.recompute_or_swap`. Only with our connector
-    is it swapped."""
     host_kv_bytes: Count | None = None
     """Host memory for KV, per worker; None for a share of the machine's: see `host_size`."""
     num_host_blocks: CountOrZero | None = None
     """Number of KV blocks that host memory holds. Overrides `host_kv_bytes`."""
-    profile: str | None = None
-    """Name or path of the hardware profile for cost comparisons; None for one derived from the model's shape."""
-    records: NonEmptyText | None = None
-    """A file to which the record of every request that ends is appended; see `streamrag.records.read_records`."""
     reports_kv_use: bool = False
     """Whether each step's stats carry a `KvUse`, in the stats of KV connectors: vLLM has no other extensible field."""
 
     @classmethod
-    def of(cls, config: "VllmConfig") -> "SchedulerOptions":
+    def of(cls, config: "VllmConfig") -> "EngineOptions":
         """Return the options in an engine's configuration."""
         given = config.additional_config
         return cls.named(given.get(KEY, {}) if isinstance(given, dict) else {})
 
     @classmethod
-    def named(cls, values: Mapping[str, Any]) -> "SchedulerOptions":
+    def named(cls, values: Mapping[str, Any]) -> "EngineOptions":
         """Return the options of these names and values; raise ConfigurationError for an unknown or invalid one."""
         names = [f.name for f in fields(cls)]
         if unknown := set(values) - set(names):

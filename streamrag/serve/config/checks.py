@@ -2,7 +2,6 @@
 
 import importlib.util
 import ipaddress
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
@@ -60,8 +59,6 @@ NEEDS: Sequence[tuple[str, Collection[str], Sequence[str]]] = (
 
 EXCLUDES = (
     ("replicas.number", "model.server", "is for an embedded vLLM, and model.server is set", ""),
-    ("engine.log_path", "replicas.number", "is one file, and each replica would write to it", "Leave it out"),
-    ("engine.log_path", "engine.lanes", "is one file, and each lane would write to it", "Leave it out"),
     (
         "engine.lanes",
         "replicas.number",
@@ -168,11 +165,9 @@ def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _files_and_addresses(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of log and keys, of an address beyond loopback that has neither keys nor `no_keys`, or that
+    """Yield the problems of keys, of an address beyond loopback that has neither keys nor `no_keys`, or that
     cannot be listened on (the port is tried), and of the tracing endpoint."""
-    log_path, keys, server = settings.engine.log_path, settings.keys, settings.server
-    if log_path is not None and not os.access(log_path.parent, os.W_OK):
-        yield Problem(loaded.where("engine.log_path"), f"nothing can be written to {log_path.parent}")
+    keys, server = settings.keys, settings.server
     yield from _errors(loaded.where("keys.pairs" if keys.file is None else "keys.file"), read_keys, keys)
     if keys.file is None and keys.pairs is None and not server.no_keys and not is_loopback(server.host):
         yield Problem(

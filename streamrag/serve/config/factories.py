@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.backends.tools.parser import ToolCallParser
+from streamrag.backends.vllm import SchedulerOptions
 from streamrag.core import Backend, SamplingParams, Source
 from streamrag.errors import ConfigurationError, require_modules
 from streamrag.modes import PromptTemplate
@@ -92,7 +93,14 @@ def make_replica_lane(model: ModelSettings, engine: EngineSettings, lane: Any) -
 
 def _engine_options(model: ModelSettings, engine: EngineSettings) -> dict[str, Any]:
     """Return the options of a `VllmBackend`."""
-    return {"max_model_len": model.max_model_len, **{name: value for name, value in engine if name != "lanes"}}
+    of_scheduler = engine.model_dump(include={"policy", "can_partial_evict", "eviction", "profile"})
+    named = {"strategy", "answer_ahead", "max_num_batched_tokens", "max_num_seqs", "kv_cache_bytes", "host_kv_bytes"}
+    return {
+        "scheduler": SchedulerOptions(**of_scheduler),
+        "max_model_len": model.max_model_len,
+        **engine.model_dump(include=named),
+        "engine_args": {"dtype": engine.dtype, **engine.engine_args},
+    }
 
 
 def _make_lane(
@@ -109,9 +117,7 @@ def _make_lane(
         if rest:
             raise ConfigurationError(f"device_ids={device_ids} cannot be divided among {num_lanes} lanes")
         engine_args["device_ids"] = device_ids[number * num_each : (number + 1) * num_each]
-    of_scheduler = (
-        {"policy", "can_partial_evict", "eviction", "host_kv_bytes", "profile"} if lane == "decode" else set()
-    )
+    of_scheduler = {"scheduler", "host_kv_bytes"} if lane == "decode" else set()
     kept = {name: value for name, value in options.items() if name not in of_scheduler}
     return kind(model, lane=lane, **{**kept, "engine_args": engine_args})
 

@@ -98,8 +98,6 @@ class EngineSettings(Checked):
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="maximum tokens in one step")
     max_num_seqs: int | None = Field(default=None, ge=1, description="maximum requests in one step")
     kv_cache_bytes: int | None = Field(default=None, ge=1, description="KV cache size; 4 GiB by default on a CPU")
-    seed: int = Field(default=0, description="random seed for requests without one")
-    log_path: Path | None = Field(default=None, description="file for the engine's own log")
     engine_args: Table = Field(default={}, description="more of vLLM's AsyncEngineArgs, which take precedence")
 
 

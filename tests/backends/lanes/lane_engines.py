@@ -42,14 +42,13 @@ async def started_lanes(
         return VllmBackend(
             model,
             lane=kind,
-            dtype="float32",
             max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=64,  # several steps per prompt
             max_num_seqs=4,
             kv_cache_bytes=1 << 26,
             collect_stats=kind == "decode",
             # Little more than one prompt may need: streams are evicted, and answers wait for memory.
-            engine_args={"num_gpu_blocks_override": MAX_MODEL_LEN // BLOCK_SIZE + 10},
+            engine_args={"dtype": "float32", "num_gpu_blocks_override": MAX_MODEL_LEN // BLOCK_SIZE + 10},
         )
 
     prefill, decode = ([lane(kind) for _ in range(num_each)] for kind in ("prefill", "decode"))

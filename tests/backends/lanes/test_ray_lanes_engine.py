@@ -53,7 +53,8 @@ async def backend(environment: None, tmp_path_factory: pytest.TempPathFactory) -
     model = str(
         make_tiny_llama(tmp_path_factory.mktemp("models") / "model", hidden_size=128, num_layers=4, num_heads=4)
     )
-    shared: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 1 << 26}
+    args = {"dtype": "float32"}
+    shared: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 1 << 26, "engine_args": args}
     app = partial(
         lane_engines,
         partial(PrefillEngine, model, lane="prefill", **shared),

@@ -40,7 +40,7 @@ async def pipeline(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pi
     folder: Path = tmp_path_factory.mktemp("models") / "model"
     model = make_tiny_llama(folder, hidden_size=128, num_layers=4, num_heads=4, max_model_len=4096)
     backend = VllmBackend(
-        model, dtype="float32", max_num_batched_tokens=256, kv_cache_bytes=1 << 27, engine_args={"block_size": BLOCK}
+        model, max_num_batched_tokens=256, kv_cache_bytes=1 << 27, engine_args={"dtype": "float32", "block_size": BLOCK}
     )
     async with Pipeline(GrowingSource(), backend) as pipeline:
         yield pipeline

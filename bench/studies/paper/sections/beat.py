@@ -213,7 +213,7 @@ def _explained(report: Report) -> str:
         "with the first seed, or nearly, see below. What rests on one seed says so."
     )
     return (
-        "Ours is `SchedulerOptions()`, the same at every point, with 8,192 tokens a step at most: `VllmBackend` leaves "
+        "Ours is `EngineOptions()`, the same at every point, with 8,192 tokens a step at most: `VllmBackend` leaves "
         "`max_num_batched_tokens` to vLLM unless told, so give it 8192. *FCFS* is the paper's, with recomputation, in "
         "the same simulator. The *envelope* is the best of the paper's policies, and under pressure of the three "
         "evictions, taken apart at each percentile, of those whose P99 is not worse than not streaming's. Baselines "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import EngineOptions
 from streamrag.cli.output import Output
 from streamrag_bench.runner import CellFinished, CellProgressed
 from streamrag_bench.store import CellStore
@@ -19,13 +19,13 @@ from studies.paper.run import plan_of
 def test_ours_is_the_scheduler_s_defaults() -> None:
     cell = ways.OURS.cell(LOADED[0], 1, 100)
     assert cell.scheduler_options == {}
-    assert (cell.policy, cell.eviction) == (SchedulerOptions().policy, SchedulerOptions().eviction)
+    assert (cell.policy, cell.eviction) == (EngineOptions().policy, EngineOptions().eviction)
     assert cell.max_num_batched_tokens == ways.OURS_BUDGET
 
 
 def test_every_scheduler_option_is_decided_for_the_papers_arm() -> None:
     # A new option of the scheduler has to be switched off there, or named as one that means nothing.
-    assert {field.name for field in fields(SchedulerOptions)} == {*ways.PAPER_OPTIONS, *ways.NO_PART_OF_PAPER}
+    assert {field.name for field in fields(EngineOptions)} == {*ways.PAPER_OPTIONS, *ways.NO_PART_OF_PAPER}
 
 
 def test_an_ablation_changes_one_thing_of_the_defaults() -> None:
@@ -33,8 +33,8 @@ def test_an_ablation_changes_one_thing_of_the_defaults() -> None:
     assert made
     assert len({way.name for way in made}) == len(made)
     for name, options in ways.ABLATIONS.items():
-        changed = SchedulerOptions(**options)
-        assert (changed != SchedulerOptions()) == (f"ours, {name}" in {way.name for way in made})
+        changed = EngineOptions(**options)
+        assert (changed != EngineOptions()) == (f"ours, {name}" in {way.name for way in made})
 
 
 def test_an_arm_without_our_scheduler_has_none_of_its_options() -> None:

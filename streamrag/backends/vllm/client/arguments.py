@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamrag.backends.vllm.chunk_wire import KEY
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions, draft_config
+from streamrag.backends.vllm.scheduler_options import EngineOptions, SchedulerOptions, draft_config
 from streamrag.engine import make_policy
-from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.errors import ConfigurationError
-from streamrag.support.validation import validated
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -58,22 +56,18 @@ def kv_transfer_config() -> "KVTransferConfig":
     return KVTransferConfig(**KV_TRANSFER)
 
 
-@validated
 def scheduler_args(
-    strategy: Strategy, policy: str, can_partial_evict: bool | None, engine_args: Mapping[str, Any], **others: Any
+    strategy: Strategy, scheduler: SchedulerOptions, engine_args: Mapping[str, Any], **others: Any
 ) -> dict[str, Any]:
     """Return the arguments for our scheduler, and for our KV connector unless KV is recomputed.
 
     For "warming", which takes none of these options, they are {}.
-    The user's `additional_config` is merged in. `others` are further `SchedulerOptions`; None is the default.
+    The user's `additional_config` is merged in. `others` are `EngineOptions`; None is the default.
 
     :raises ConfigurationError: arguments exclude each other, or an option has an invalid value.
     """
-    named = {"can_partial_evict": can_partial_evict, **others}
-    options: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    options = scheduler.changed | {name: value for name, value in others.items() if value is not None}
     if strategy == "warming":
-        if policy != DEFAULT_POLICY:
-            options["policy"] = policy
         if options:
             raise ConfigurationError(
                 f'{options} is for strategy="streaming" only: with "warming", vLLM\'s own scheduler runs'
@@ -89,8 +83,8 @@ def scheduler_args(
         raise ConfigurationError(
             f'engine_args: additional_config={user_config!r} must be a dict with strategy="streaming"'
         )
-    options = {"policy": policy} | options | user_config.get(KEY, {})
-    make_policy(SchedulerOptions.named(options).policy)
+    options |= user_config.get(KEY, {})
+    make_policy(EngineOptions.named(options).policy)
     args: dict[str, Any] = {"scheduler_cls": SCHEDULER}
     if (eviction := _eviction(options.get("eviction"), engine_args)) != "recompute":
         options["eviction"] = eviction

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio.to_thread
@@ -21,11 +20,10 @@ from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStreams, check_prompt_len, record_of
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.core.lifecycle import started_once
-from streamrag.engine.policies import DEFAULT_POLICY
-from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.errors import BackendError, EngineDeadError, ModelError
 from streamrag.records import KvHeld, KvUse
 from streamrag.support.tasks import run_shielded
@@ -44,32 +42,23 @@ class VllmBackend:
     `if __name__ == "__main__":`.
 
     model: a folder, or a name on the Hugging Face hub.
+    scheduler: how our scheduler orders requests, and what it does with their KV.
     strategy: how partial prompts are prefilled.
-    policy: the order of requests: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.1)", or
-        "package.module.function", a function that returns a sort key for a `RequestView` and the time.
-    can_partial_evict: whether a partial prompt may take memory from other requests. By default, only prompts that only
-        grow may, and only while host memory has room for all KV; otherwise prompts would evict each other in turn.
-    eviction: what happens to a victim's KV: "recompute", "swap" to host memory and back, or "cost", the cheaper one,
-        which is the default where host memory can be used.
-    host_kv_bytes: limit of host memory per worker. By default all workers share a quarter of the machine's memory, and
-        each takes at most six times its KV cache.
-    profile: name or path of the hardware's costs. By default they are estimated from the model's shape, and corrected
-        by measuring the engine's steps.
     answer_ahead: whether the engine verifies drafts of answers, for `Pipeline(answer_ahead=True)`. It then schedules
         synchronously, as on a CPU anyway, and refuses the parameters `min_p`, `logit_bias` and `logprob_token_ids`.
     lane: "prefill" for an engine that computes prompts for others, "decode" for one that samples their answers; see
         `LanesBackend`. NIXL moves the KV, so none goes to host memory. A decode lane runs vLLM's own scheduler.
     max_model_len: most tokens of prompt and answer together. This, and further options that are None, is vLLM's choice.
-    dtype: of weights and KV, as vLLM names it. "auto" is vLLM's choice, or float32 on a CPU without instructions
-        for that choice, unless the weights are quantized.
     max_num_batched_tokens: most tokens computed in one step.
     max_num_seqs: most requests computed in one step.
     kv_cache_bytes: size of the KV cache; by default 4 GiB on a CPU.
-    seed: of vLLM's random numbers, for requests without a seed.
+    host_kv_bytes: limit of host memory per worker. By default all workers share a quarter of the machine's memory, and
+        each takes at most six times its KV cache.
     collect_stats: whether the engine reports statistics after each step: `kv_use`, but not of a lane, and vLLM's own
         metrics, which it registers with prometheus_client's default registry.
-    log_path: file for the engine's log. By default a temporary file, which is read when the engine fails.
-    engine_args: further arguments of `vllm.AsyncEngineArgs`; they take precedence.
+    engine_args: further arguments of `vllm.AsyncEngineArgs`, such as `dtype` and `seed`; they take precedence. Without
+        a `dtype` it is vLLM's choice, or float32 on a CPU without instructions for that choice, unless the weights are
+        quantized.
 
     :raises ConfigurationError: an option has an invalid value, or options exclude each other.
     """
@@ -79,46 +68,38 @@ class VllmBackend:
         self,
         model: str | os.PathLike[str],
         *,
+        scheduler: SchedulerOptions | None = None,
         strategy: Strategy = "streaming",
-        policy: str = DEFAULT_POLICY,
-        can_partial_evict: bool | None = None,
-        eviction: EvictionMode | None = None,
-        host_kv_bytes: Count | None = None,
-        profile: str | None = None,
         answer_ahead: Flag = False,
         lane: Lane | None = None,
         max_model_len: Count | None = None,
-        dtype: str = "auto",
         max_num_batched_tokens: Count | None = None,
         max_num_seqs: Count | None = None,
         kv_cache_bytes: Count | None = None,
-        seed: int = 0,
+        host_kv_bytes: Count | None = None,
         collect_stats: bool = False,
-        log_path: str | os.PathLike[str] | None = None,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         self._model_name = str(model)
         self._path = local_model_path(model)
-        self._log_path = Path(log_path) if log_path else None
         self.lane = lane
         self._strategy = strategy = "warming" if lane == "decode" else strategy
         self.stats = EngineStats() if collect_stats else None
         named = {
             "max_model_len": max_model_len,
-            "dtype": dtype,
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_num_seqs": max_num_seqs,
             "kv_cache_memory_bytes": kv_cache_bytes,
-            "seed": seed,
         }
         args = {name: value for name, value in named.items() if value is not None} | dict(engine_args or {})
         self._answer_ahead = answer_ahead
-        args |= lane_args(lane, strategy, eviction, answer_ahead, args) if lane else {}
+        scheduler = scheduler or SchedulerOptions()
+        args |= lane_args(lane, strategy, scheduler.eviction, answer_ahead, args) if lane else {}
         args |= draft_args(strategy, args) if answer_ahead else {}
-        others = {"eviction": eviction, "host_kv_bytes": host_kv_bytes, "profile": profile}
-        if collect_stats and strategy == "streaming" and lane is None:  # vLLM's metrics of NIXL take no other values
-            others["reports_kv_use"] = True
-        self._engine_args = args | scheduler_args(strategy, policy, can_partial_evict, args, **others)
+        # vLLM's metrics of NIXL take no other values.
+        reports_kv_use = True if collect_stats and strategy == "streaming" and lane is None else None
+        others = {"host_kv_bytes": host_kv_bytes, "reports_kv_use": reports_kv_use}
+        self._engine_args = args | scheduler_args(strategy, scheduler, args, **others)
         self._vllm: Any = None
         self._engine: Any = None
         self._streams: TokenStreams | None = None
@@ -158,7 +139,7 @@ class VllmBackend:
         """
         began_s = time.monotonic()
         model = self._path or self._model_name
-        self._processes = processes = EngineProcesses(model, self._log_path)
+        self._processes = processes = EngineProcesses(model)
         try:
             progress("importing vLLM")
             self._vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)

@@ -27,8 +27,8 @@ NUM_LAST_LINES = 5
 class EngineLog:
     """A file for the vLLM warnings of this process, and for the output of redirected processes."""
 
-    def __init__(self, folder: Path, path: Path | None = None) -> None:
-        self.path = path or folder / "vllm.log"
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "vllm.log"
         self.path.write_bytes(b"")
         self._handler = logging.FileHandler(self.path, encoding="utf-8", errors="replace")
         self._handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))

@@ -136,13 +136,13 @@ class EngineProcesses:
     :raises StreamRagError: as `check_can_start`.
     """
 
-    def __init__(self, model: Path | str, log_path: Path | None = None) -> None:
+    def __init__(self, model: Path | str) -> None:
         check_can_start(model)
         self._model = model
         self._engine: Any = None
         self._scratch = ScratchFolder(SCRATCH)
         self._folder = self._scratch.path
-        self._log = EngineLog(self._folder, log_path)
+        self._log = EngineLog(self._folder)
         # Lives as long as the engine, because the kernel ends processes with the thread that started them.
         self._parent = ThreadPoolExecutor(1, "parent of a vLLM engine")
         self._processes: list[BaseProcess] = []

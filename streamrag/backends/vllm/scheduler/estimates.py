@@ -4,7 +4,7 @@ import math
 
 from streamrag.backends.vllm.scheduler.request import PromptUpdate, StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import HostClock
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import EngineOptions
 from streamrag.engine import Pace, Policy
 from streamrag.engine.drafts import DraftSurvival
 from streamrag.engine.forecast import ChunkForecast
@@ -14,7 +14,7 @@ from streamrag.engine.step_size import StepCostEstimator
 class Estimates:
     """Speed of steps, rate of complete prompts, and behavior of each source's chunks."""
 
-    def __init__(self, options: SchedulerOptions, *, clock: HostClock, policy: Policy) -> None:
+    def __init__(self, options: EngineOptions, *, clock: HostClock, policy: Policy) -> None:
         self.forecast = ChunkForecast()
         self.step_costs = StepCostEstimator()
         self.pace = Pace(options.num_partial_tokens, options.partial_step_s)

@@ -36,7 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.scheduler.plugin import StreamingPlugin
 from streamrag.backends.vllm.scheduler.supported import check_supported
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import EngineOptions
 from streamrag.backends.vllm.version import check_version
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class StreamingHooks(_Base):
         if self.num_spec_tokens:
             # A constant schedule. Without one, vLLM adds placeholders to requests that have one token to compute.
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.scheduler_config.max_num_seqs + 1)
-        options = SchedulerOptions.of(vllm_config)
+        options = EngineOptions.of(vllm_config)
         self.plugin = StreamingPlugin(self, options, super().add_request, super()._preempt_request)
 
     def add_request(self, request: Request) -> None:

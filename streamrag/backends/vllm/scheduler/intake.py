@@ -25,7 +25,7 @@ from streamrag.backends.vllm.scheduler.request import PromptUpdate, StreamReques
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
 from streamrag.backends.vllm.scheduler.supported import only_sends_kv
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import EngineOptions
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.records import ChunkRecord
 
@@ -44,7 +44,7 @@ class Intake:
     steps: StepsInFlight
     kv_memory: KvMemory
     host_memory: HostMemory | None
-    options: SchedulerOptions
+    options: EngineOptions
 
     def receive(self, request: Request) -> None:
         """Accept a plain request, the first chunk of a stream, a further chunk, or the end of its input.

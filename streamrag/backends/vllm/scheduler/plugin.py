@@ -20,7 +20,7 @@ from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.step import StepPlanner
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
 from streamrag.backends.vllm.scheduler.supported import only_sends_kv
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import EngineOptions
 from streamrag.engine import ClassPolicy, make_policy
 
 
@@ -30,7 +30,7 @@ class StreamingPlugin:
     def __init__(
         self,
         scheduler: Scheduler,
-        options: SchedulerOptions,
+        options: EngineOptions,
         enqueue: Callable[[Request], None],
         preempt_in_vllm: Callable[..., None],
     ) -> None:

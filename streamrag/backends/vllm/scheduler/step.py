@@ -15,7 +15,7 @@ from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
 from streamrag.backends.vllm.scheduler.queues import Queues
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import EngineOptions
 from streamrag.engine import Plan, Policy, RequestView, StepBudget, plan, rules
 from streamrag.engine.step_size import StepCosts
 from streamrag.engine.victims import order_idle
@@ -35,7 +35,7 @@ class StepPlanner:
     """A planner of steps. It moves and evicts no request: only caches and logs of requests change."""
 
     scheduler: Scheduler
-    options: SchedulerOptions
+    options: EngineOptions
     policy: Policy
     steps: StepsInFlight
     estimates: Estimates

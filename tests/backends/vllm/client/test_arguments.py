@@ -2,14 +2,17 @@ from typing import Any
 
 import pytest
 
-from streamrag.backends.vllm import VllmBackend
+from streamrag.backends.vllm import SchedulerOptions, VllmBackend
 from streamrag.backends.vllm.client.arguments import KV_TRANSFER, default_eviction, kv_transfer_config, scheduler_args
 from streamrag.backends.vllm.client.lane_engine import LEASE_S
 from streamrag.errors import ConfigurationError
 
 
-def args_of(engine_args: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    return scheduler_args("streaming", "fcfs", None, engine_args or {}, **options)
+def args_of(
+    engine_args: dict[str, Any] | None = None, host_kv_bytes: int | None = None, **options: Any
+) -> dict[str, Any]:
+    scheduler = SchedulerOptions(policy="fcfs", **options)
+    return scheduler_args("streaming", scheduler, engine_args or {}, host_kv_bytes=host_kv_bytes)
 
 
 def options_of(engine_args: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -61,7 +64,7 @@ def test_eviction_options_that_cannot_work_are_refused_at_once(
 
 def test_warming_has_no_say_in_evictions() -> None:
     with pytest.raises(ConfigurationError, match=r"'eviction': 'swap'.* is for strategy=.streaming"):
-        scheduler_args("warming", "fcfs", None, {}, eviction="swap")
+        scheduler_args("warming", SchedulerOptions(eviction="swap"), {})
 
 
 def test_vllm_takes_our_connector() -> None:
@@ -82,7 +85,7 @@ def test_a_lane_has_vllms_connector(lane: Any, role: str) -> None:
         **({"kv_connector_module_path": "streamrag.backends.vllm.nixl_connector"} if lane == "decode" else {}),
     }
     if lane == "prefill":  # our scheduler, without host memory
-        assert args["additional_config"] == {"streamrag": {"policy": "srpf"}}
+        assert args["additional_config"] == {"streamrag": {}}
         assert "StreamingScheduler" in args["scheduler_cls"] or args["scheduler_cls"].endswith("streaming_scheduler")
     else:
         assert "scheduler_cls" not in args
@@ -92,7 +95,10 @@ def test_a_lane_has_vllms_connector(lane: Any, role: str) -> None:
     ("options", "message"),
     [
         ({"lane": "both"}, "lane='both' must be 'prefill' or 'decode'"),
-        ({"lane": "prefill", "eviction": "swap"}, "lane='prefill' and eviction='swap' exclude each other: host memory"),
+        (
+            {"lane": "prefill", "scheduler": SchedulerOptions(eviction="swap")},
+            "lane='prefill' and eviction='swap' exclude each other: host memory",
+        ),
         ({"lane": "prefill", "answer_ahead": True}, "answer_ahead=True exclude each other: only our scheduler"),
         ({"lane": "decode", "answer_ahead": True}, "answer_ahead=True exclude each other: only our scheduler"),
         (
@@ -100,7 +106,7 @@ def test_a_lane_has_vllms_connector(lane: Any, role: str) -> None:
             "lane='decode' and speculative_config in engine_args exclude each other: drafts were never tried",
         ),
         ({"lane": "prefill", "strategy": "warming"}, "strategy='warming' exclude each other: .* runs our scheduler"),
-        ({"lane": "decode", "policy": "fcfs"}, "with .warming., vLLM's own scheduler runs"),
+        ({"lane": "decode", "scheduler": SchedulerOptions(policy="fcfs")}, "with .warming., vLLM's own scheduler runs"),
         (
             {"lane": "decode", "engine_args": {"kv_transfer_config": {"kv_connector": "TheirConnector"}}},
             "lane='decode' and kv_transfer_config in engine_args exclude each other",
@@ -113,5 +119,5 @@ def test_options_that_a_lane_cannot_have_are_refused(options: dict[str, Any], me
 
 
 def test_a_lane_may_recompute() -> None:
-    args = VllmBackend("model", lane="prefill", eviction="recompute")._engine_args
+    args = VllmBackend("model", lane="prefill", scheduler=SchedulerOptions(eviction="recompute"))._engine_args
     assert args["additional_config"]["streamrag"]["eviction"] == "recompute"

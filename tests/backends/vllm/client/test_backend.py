@@ -57,7 +57,7 @@ async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vll
         max_model_len=MAX_MODEL_LEN,
     )
     lines: list[str] = []
-    backend = VllmBackend(model, dtype="float32", max_num_batched_tokens=1024, kv_cache_bytes=1 << 28)
+    backend = VllmBackend(model, engine_args={"dtype": "float32"}, max_num_batched_tokens=1024, kv_cache_bytes=1 << 28)
     environment = dict(os.environ)
     await backend.start(lines.append)
     assert dict(os.environ) == environment

@@ -16,6 +16,7 @@ from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.client import host_memory, processes
 from streamrag.backends.vllm.client.arguments import kv_transfer_config, scheduler_args
 from streamrag.backends.vllm.client.host_memory import CopyTrial, try_host_memory, without_faulty_host_memory
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.errors import ConfigurationError
 
 vllm = pytest.importorskip("vllm")
@@ -216,9 +217,8 @@ def test_the_facts_are_asked_of_nvml_and_without_it_no_verdict_is_kept(
 async def test_a_failure_turns_host_memory_off_with_a_warning_even_if_it_was_asked_for(
     probe: Probe, caplog: pytest.LogCaptureFixture, transfer: Callable[[Any], Any]
 ) -> None:
-    args = scheduler_args(
-        "streaming", "lcas", None, {"additional_config": {"mine": 1}}, eviction="swap", host_kv_bytes=9
-    )
+    swap = SchedulerOptions(eviction="swap")
+    args = scheduler_args("streaming", swap, {"additional_config": {"mine": 1}}, host_kv_bytes=9)
     args["kv_transfer_config"] = transfer(args["kv_transfer_config"])
     probe(READY + "raise ValueError('wrong bytes')")
     with caplog.at_level(logging.WARNING, "streamrag.vllm"):
@@ -236,12 +236,16 @@ async def test_without_host_memory_or_where_its_copies_work_nothing_changes(
     probe: Probe, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     probe(READY + "raise ValueError('not to be run')")
-    for args in ({}, scheduler_args("warming", "srpf", None, {}), {"kv_transfer_config": {"kv_connector": "Nixl"}}):
+    for args in (
+        {},
+        scheduler_args("warming", SchedulerOptions(), {}),
+        {"kv_transfer_config": {"kv_connector": "Nixl"}},
+    ):
         assert await without_faulty_host_memory(args) == args
-    assert await without_faulty_host_memory(scheduler_args("streaming", "lcas", None, {}, eviction="recompute"))
+    assert await without_faulty_host_memory(scheduler_args("streaming", SchedulerOptions(eviction="recompute"), {}))
     assert kept_files(tmp_path) == []
     probe(RIGHT)
-    args = scheduler_args("streaming", "lcas", None, {})
+    args = scheduler_args("streaming", SchedulerOptions(), {})
     assert await without_faulty_host_memory(args) == args
     assert caplog.messages == []
 
@@ -259,7 +263,7 @@ async def test_every_engine_starts_with_what_the_trial_left(
     monkeypatch.setattr(processes, "make_config", refuse)
     engine = processes.EngineProcesses(tiny_model)
     with pytest.raises(ConfigurationError, match="far enough"):
-        await engine.start(scheduler_args("streaming", "lcas", None, {}))
+        await engine.start(scheduler_args("streaming", SchedulerOptions(), {}))
     await engine.aclose()
     assert given["additional_config"][KEY]["eviction"] == "recompute"
     assert "kv_transfer_config" not in given

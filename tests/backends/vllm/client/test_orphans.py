@@ -20,7 +20,7 @@ import asyncio, sys
 from streamrag.backends.vllm import VllmBackend
 
 async def main() -> None:
-    backend = VllmBackend(sys.argv[1], strategy=sys.argv[2], dtype="float32", kv_cache_bytes=1 << 26)
+    backend = VllmBackend(sys.argv[1], strategy=sys.argv[2], engine_args={"dtype": "float32"}, kv_cache_bytes=1 << 26)
     try:
         await backend.start(lambda line: None)
         print("ready", flush=True)

@@ -24,6 +24,7 @@ from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.arguments import Strategy, scheduler_args
 from streamrag.backends.vllm.client.processes import num_reserved_cores
 from streamrag.backends.vllm.client.token_streams import TokenStream
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.core import AnswerChunk, Prompt, SamplingParams
 from streamrag.errors import (
     BackendError,
@@ -90,9 +91,15 @@ async def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path, installed
     ("options", "message"),
     [
         ({"strategy": "magic"}, "strategy='magic' must be 'streaming' or 'warming'"),
-        ({"policy": "no_such_policy"}, "no_such_policy"),
-        ({"strategy": "warming", "policy": "lcas"}, r"^{'policy': 'lcas'} is for strategy=.streaming"),
-        ({"strategy": "warming", "can_partial_evict": True}, r"^{'can_partial_evict': True} is for"),
+        ({"scheduler": SchedulerOptions(policy="no_such_policy")}, "no_such_policy"),
+        (
+            {"strategy": "warming", "scheduler": SchedulerOptions(policy="lcas")},
+            r"^{'policy': 'lcas'} is for strategy=.streaming",
+        ),
+        (
+            {"strategy": "warming", "scheduler": SchedulerOptions(can_partial_evict=True)},
+            r"^{'can_partial_evict': True}",
+        ),
         ({"engine_args": {"scheduler_cls": "mine.Scheduler"}}, 'scheduler_cls cannot be .* or use strategy="warming"'),
         ({"engine_args": {"additional_config": "text"}}, "additional_config='text' must be a dict"),
     ],
@@ -106,7 +113,9 @@ def test_options_that_exclude_each_other_are_refused_at_once(
 
 def test_other_additional_config_of_the_engine_stays() -> None:
     mine = {"other": 1, "streamrag": {"num_partial_tokens": 100, "eviction": "recompute"}}
-    assert scheduler_args("streaming", "lcas", False, {"additional_config": mine}) == {
+    assert scheduler_args(
+        "streaming", SchedulerOptions(policy="lcas", can_partial_evict=False), {"additional_config": mine}
+    ) == {
         "scheduler_cls": "streamrag.backends.vllm.scheduler.hooks.streaming_scheduler",
         "additional_config": {
             "other": 1,
@@ -118,7 +127,7 @@ def test_other_additional_config_of_the_engine_stays() -> None:
             },
         },
     }
-    assert scheduler_args("warming", "srpf", None, {"scheduler_cls": "mine.Scheduler"}) == {}
+    assert scheduler_args("warming", SchedulerOptions(), {"scheduler_cls": "mine.Scheduler"}) == {}
 
 
 async def test_a_backend_that_was_not_started_says_so(tiny_model: Path) -> None:
@@ -224,7 +233,7 @@ async def test_a_config_that_cannot_be_read_is_a_model_error(
 async def test_a_cache_smaller_than_one_prompt_is_refused_with_vllms_reason(
     tiny_model: Path, leaves_nothing: None
 ) -> None:
-    backend = VllmBackend(tiny_model, dtype="float32", kv_cache_bytes=1 << 20)
+    backend = VllmBackend(tiny_model, engine_args={"dtype": "float32"}, kv_cache_bytes=1 << 20)
     with pytest.raises(
         ConfigurationError, match=r"(?s)max seq len.*8192.*Change kv_cache_bytes.*--kv-tokens.*lower max_model_len"
     ):
@@ -294,7 +303,7 @@ async def pushes_for_ever(backend: VllmBackend) -> None:
 async def test_an_engine_that_dies_fails_its_queries_and_then_every_other(
     tiny_model: Path, leaves_nothing: None, strategy: Strategy
 ) -> None:
-    backend = VllmBackend(tiny_model, strategy=strategy, dtype="float32", kv_cache_bytes=1 << 26)
+    backend = VllmBackend(tiny_model, strategy=strategy, engine_args={"dtype": "float32"}, kv_cache_bytes=1 << 26)
     await backend.start(ignore)
     try:
         answers = []

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from streamrag.backends.vllm.facts import EngineFacts, engine_facts
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import EngineOptions
 from streamrag.engine.costs.default_profile import check_fits, decoder_shape, default_profile
 from streamrag.engine.costs.price import Price
 from streamrag.engine.costs.profile_files import load_profile
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def make_price_of_engine(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> Price | None:
+def make_price_of_engine(options: EngineOptions, config: "VllmConfig", block_bytes: int) -> Price | None:
     """Return the expected costs of KV on an engine; None with eviction="swap", which compares none.
 
     :raises ConfigurationError: the profile does not exist, lacks copy times, or belongs to another engine.
@@ -40,7 +40,7 @@ def _assume_model_shape(facts: EngineFacts, config: "VllmConfig") -> ModelShape:
     )
 
 
-def _find_profile(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> StepProfile:
+def _find_profile(options: EngineOptions, config: "VllmConfig", block_bytes: int) -> StepProfile:
     """Return the profile that the options name or, without a name, one from data sheets.
 
     Raises ConfigurationError if the named one does not exist or, except for simulated engines, does not fit.
