@@ -25,7 +25,7 @@ def draft_config(num_tokens: int) -> dict[str, Any]:
 @validated
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """How the scheduler orders requests, and what it does with their KV.
+    """Options of the scheduler: the order of requests, and what happens to their KV.
 
     VllmBackend(model, scheduler=SchedulerOptions(policy="fcfs", eviction="recompute"))
 
@@ -37,14 +37,13 @@ class SchedulerOptions:
     "package.module.function", a function that returns a sort key for a `RequestView` and the time. It orders the
     requests of a class; without sessions there is only one class."""
     class_ageing_s: float | None = 4.0
-    """Seconds that a less urgent class of requests waits at most before it is as urgent as the next one; see
-    `streamrag.engine.urgency_classes`. With None, `policy` orders data and questions of sessions together."""
+    """Seconds that a less urgent class of requests waits at most before it is as urgent as the next one. With None, `policy` orders data and questions of sessions together."""
     can_partial_evict: bool | None = None
     """Whether a partial prompt may take memory from other requests. By default, only prompts that only grow may, and
     only while host memory has room for all KV; otherwise prompts would evict each other in turn."""
     eviction: EvictionMode | None = None
-    """What happens to a victim's KV: "recompute", "swap" to host memory and back, or "cost", the cheaper one, which is
-    the default where host memory can be used."""
+    """Fate of a victim's KV: "recompute", "swap" to host memory and back, or "cost", the cheaper one, which is the
+    default where host memory can be used."""
     profile: str | None = None
     """Name or path of the hardware's costs. By default they are estimated from the model's shape, and corrected by
     measuring the engine's steps."""
@@ -58,7 +57,7 @@ class SchedulerOptions:
     low_water: float = LOW_WATER
     """Share of the KV blocks that is kept free for complete prompts."""
     records: NonEmptyText | None = None
-    """A file to which the record of every request that ends is appended; see `streamrag.records.read_records`."""
+    """A file to which the record of every request that ends is appended; see `streamrag.telemetry.read_records`."""
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -70,8 +69,8 @@ class SchedulerOptions:
 @validated
 @dataclass(frozen=True, slots=True)
 class EngineOptions(SchedulerOptions):
-    """All options, in `additional_config={"streamrag": {...}}` of the engine's arguments: also what the client sets for
-    its engine, and the switches with which studies take our scheduler apart."""
+    """Options in `additional_config={"streamrag": {...}}` of the engine's arguments: also what the client sets for its
+    engine, and the switches with which studies take our scheduler apart."""
 
     eviction: EvictionMode = "cost"
     num_partial_tokens: int | None = 2_048
