@@ -33,11 +33,11 @@ class SchedulerOptions:
     """
 
     policy: str = DEFAULT_POLICY
-    """The order of requests: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.1)", or
-    "package.module.function", a function that returns a sort key for a `RequestView` and the time. It orders the
-    requests of a class; without sessions there is only one class."""
+    """The order of requests of a class: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)",
+    "srpf(ageing=0.1)", or "package.module.function", which returns a sort key for a `RequestView` and the time."""
     class_ageing_s: float | None = 4.0
-    """Seconds that a less urgent class of requests waits at most before it is as urgent as the next one. With None, `policy` orders data and questions of sessions together."""
+    """Seconds that a less urgent class of requests waits at most before it is as urgent as the next one. With None,
+    `policy` orders data and questions of sessions together."""
     can_partial_evict: bool | None = None
     """Whether a partial prompt may take memory from other requests. By default, only prompts that only grow may, and
     only while host memory has room for all KV; otherwise prompts would evict each other in turn."""
@@ -62,8 +62,7 @@ class SchedulerOptions:
     @property
     def changed(self) -> dict[str, Any]:
         """The options that are not the defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
 @validated
