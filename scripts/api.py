@@ -55,8 +55,8 @@ PAGES = {
     "backends": (
         "Modes and backends",
         "Fold chunk events into a prompt, and run the model.",
-        "UpdateMode AppendMode VllmBackend SchedulerOptions LanesBackend OpenAIBackend TokenStreams TokenStream "
-        "RequestView",
+        "UpdateMode AppendMode VllmBackend SchedulerOptions DisaggregatedBackend OpenAIBackend TokenStreams "
+        "TokenStream RequestView",
     ),
     "protocols": (
         "Protocols and events",

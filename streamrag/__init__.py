@@ -14,7 +14,7 @@ from streamrag.support.lazy_imports import attributes
 from streamrag.support.versions import __version__ as __version__
 
 if TYPE_CHECKING:
-    from streamrag.backends.lanes import LanesBackend as LanesBackend
+    from streamrag.backends.lanes import DisaggregatedBackend as DisaggregatedBackend
     from streamrag.backends.openai import OpenAIBackend as OpenAIBackend
     from streamrag.backends.vllm import SchedulerOptions as SchedulerOptions
     from streamrag.backends.vllm import VllmBackend as VllmBackend
@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     from streamrag.trace.replay import ReplaySource as ReplaySource
 
 _NAMES = {
-    "streamrag.backends.lanes": "LanesBackend",
+    "streamrag.backends.lanes": "DisaggregatedBackend",
     "streamrag.backends.openai": "OpenAIBackend",
     "streamrag.backends.vllm": "SchedulerOptions VllmBackend",
     "streamrag.backends.vllm.client.token_streams": "TokenStream TokenStreams",

@@ -24,7 +24,7 @@ PASS_IT_ON = {
     "DelayedUpdates",
     "RayBackend",
     "RayLane",
-    "RayLanesBackend",
+    "RayDisaggregatedBackend",
     "RaySource",
     "ExistingReplicas",
     "ReplicaCluster",

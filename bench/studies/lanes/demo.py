@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from streamrag import AnswerChunk, SamplingParams, VllmBackend
-from streamrag.backends.lanes import LanesBackend
+from streamrag.backends.lanes import DisaggregatedBackend
 from streamrag.backends.lanes.kv_transfer import KvTransfer
 from streamrag.backends.vllm.client.lane_engine import INSTALL, Lane
 from streamrag.core import Prefilled, Prompt, Turn, common_prefix_len
@@ -49,7 +49,7 @@ def engine(model: Path, kind: Lane | None) -> VllmBackend:
     )
 
 
-async def prompts(backend: LanesBackend | VllmBackend, pause_s: float) -> AsyncIterator[Prompt]:
+async def prompts(backend: DisaggregatedBackend | VllmBackend, pause_s: float) -> AsyncIterator[Prompt]:
     """Yield the prompt as it grows, a note at a time."""
     tokenizer, text = backend.model.tokenizer, QUESTION + "\n"
     before: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ async def prompts(backend: LanesBackend | VllmBackend, pause_s: float) -> AsyncI
 
 
 async def ask(
-    backend: LanesBackend | VllmBackend, pause_s: float = 0.3, *, is_shown: bool = False
+    backend: DisaggregatedBackend | VllmBackend, pause_s: float = 0.3, *, is_shown: bool = False
 ) -> tuple[tuple[int, ...], float]:
     """Return the answer's tokens and the seconds from the complete prompt to the first of them."""
     began_s, complete_s, first_s = time.monotonic(), 0.0, 0.0
@@ -103,7 +103,7 @@ async def in_lanes(model: Path) -> tuple[int, ...]:
     """Ask twice through two engines, print what happened, and return the first answer."""
     transfers: list[KvTransfer] = []
     decode = engine(model, "decode")
-    backend = LanesBackend([engine(model, "prefill")], [decode])
+    backend = DisaggregatedBackend([engine(model, "prefill")], [decode])
     backend.on_transfer = transfers.append
     assert decode.stats is not None
     await backend.start(lambda line: None)

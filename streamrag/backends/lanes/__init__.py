@@ -12,6 +12,6 @@ from typing import TYPE_CHECKING
 from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
-    from streamrag.backends.lanes.backend import LanesBackend as LanesBackend
+    from streamrag.backends.lanes.backend import DisaggregatedBackend as DisaggregatedBackend
 else:  # imported on first use, as that of vLLM
-    __getattr__ = attributes(__name__, {"LanesBackend": "streamrag.backends.lanes.backend"})
+    __getattr__ = attributes(__name__, {"DisaggregatedBackend": "streamrag.backends.lanes.backend"})

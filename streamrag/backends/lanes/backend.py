@@ -11,7 +11,7 @@ lease runs. A lane that dies is not used again until the backend is restarted; o
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -49,7 +49,23 @@ class LaneLostError(Exception):
     """A lane has died. Not visible outside this package."""
 
 
-class LanesBackend:
+def engine_options(options: Mapping[str, Any], kind: str, number: int, num_engines: int) -> dict[str, Any]:
+    """Return the options of the engine of this number: with its part of the devices in `engine_args["device_ids"]`, if
+    there are any, and for a decode engine none of our scheduler.
+
+    :raises ConfigurationError: the devices cannot be divided among the engines.
+    """
+    engine_args = dict(options.get("engine_args") or {})
+    if device_ids := engine_args.get("device_ids"):
+        num_each, rest = divmod(len(device_ids), num_engines)
+        if rest:
+            raise ConfigurationError(f"device_ids={device_ids} cannot be divided among {num_engines} lanes")
+        engine_args["device_ids"] = device_ids[number * num_each : (number + 1) * num_each]
+    of_scheduler = {"scheduler", "host_kv_bytes"} if kind == "decode" else set()
+    return {name: value for name, value in options.items() if name not in of_scheduler} | {"engine_args": engine_args}
+
+
+class DisaggregatedBackend:
     """Engines that compute prompts, and others that sample the answers. KV moves between them over NIXL.
 
     All lanes must have the same model, `max_model_len`, dtype and block size. Drafts of answers are not verified.
@@ -90,6 +106,23 @@ class LanesBackend:
         self._engines: AsyncExitStack | None = None
         self._prefill_lanes: Lanes | None = None
         self._decode_lanes: Lanes | None = None
+
+    @classmethod
+    def of(cls, model: str, *, prefill: int = 1, decode: int = 1, **options: Any) -> "DisaggregatedBackend":
+        """Return a backend with so many engines of each kind, which it makes with these options of `VllmBackend`.
+
+        The devices in `engine_args["device_ids"]`, if there are any, are divided among the engines in this order.
+
+        :raises ConfigurationError: the devices cannot be divided, or an option has an invalid value.
+        """
+        from streamrag.backends.vllm import VllmBackend
+
+        kinds = ["prefill"] * prefill + ["decode"] * decode
+        made = [
+            VllmBackend(model, lane=kind, **engine_options(options, kind, number, len(kinds)))  # type: ignore[arg-type]
+            for number, kind in enumerate(kinds)
+        ]
+        return cls(made[:prefill], made[prefill:])
 
     @property
     def model(self) -> ModelInfo:

@@ -1,6 +1,6 @@
 """Lanes on Ray Serve, which places, restarts and scales the two kinds independently. Here, each kind is one lane.
 
-RayLanesBackend ──▶ RayLane "prefill" ──▶ the replica that the router chooses for the prompts of a query
+RayDisaggregatedBackend ──▶ RayLane "prefill" ──▶ the replica that the router chooses for the prompts of a query
                └──▶ RayLane "decode"  ──▶ the replica that the router chooses for its answer
 """
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.lanes.backend import Answerer, LanesBackend
+from streamrag.backends.lanes.backend import Answerer, DisaggregatedBackend
 from streamrag.backends.lanes.kv_transfer import PrefillEnd
 from streamrag.backends.ray.backend import ExistingReplicas, RayBackend, ReplicaCluster, close_on_failure
 from streamrag.backends.replicas.newest_prompt import NewestPrompt
@@ -48,7 +48,7 @@ class RayLane(RayBackend):
         """Do nothing: a replica checks them."""
 
 
-class RayLanesBackend(LanesBackend):
+class RayDisaggregatedBackend(DisaggregatedBackend):
     """Prefill and decode lanes in replicas on Ray Serve.
 
     cluster: starts the replicas, or has them: the application of `deployment.lane_engines`.

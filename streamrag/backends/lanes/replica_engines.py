@@ -57,7 +57,7 @@ def without_old_kv(params: SamplingParams) -> SamplingParams:
     kv_transfer = dict(extra_args.pop(KV_TRANSFER_KEY, {}))
     if not kv_transfer:
         return params
-    now_s = seconds_since_boot()  # first, as in `LanesBackend`
+    now_s = seconds_since_boot()  # first, as in `DisaggregatedBackend`
     age_s = time.time() - kv_transfer.pop(ENDED_AT)
     if -MAX_CLOCK_SKEW_S <= age_s <= MAX_KV_AGE_S:
         extra_args[KV_TRANSFER_KEY] = {**kv_transfer, READ_BY_KEY: now_s + MAX_READ_S - age_s}

@@ -26,7 +26,7 @@ class NixlConnector(NixlPullConnector):
         now_s = seconds_since_boot()  # after the data have come, so a process stopped before is noticed
         for request_id in results.finished_recving:
             read_by_s = reads[request_id].remote.blocks_expiry_time
-            if read_by_s is None or now_s > read_by_s:  # without a time, the request is not from `LanesBackend`
+            if read_by_s is None or now_s > read_by_s:  # without a time, the request is not from `DisaggregatedBackend`
                 logger.warning("The KV for %s came too late to be trusted: the prompt is computed.", request_id)
                 results.failed_recving.add(request_id)
         return results

@@ -37,7 +37,6 @@ from streamrag.serve.session_store.store import SessionFolder
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import ReplicaCluster
     from streamrag.backends.ray.cluster import Cluster
-    from streamrag.backends.vllm import VllmBackend
 
 MAX_COUNTED_CLIENTS = 100
 """Maximum keys whose clients metrics distinguish. With 10,000, each scrape took two seconds of a core and 4 MiB."""
@@ -67,28 +66,25 @@ def _make_engine(model: ModelSettings, engine: EngineSettings) -> Backend:
     return VllmBackend(model.name, collect_stats=True, **_engine_options(model, engine))
 
 
-def _make_lanes(model: ModelSettings, engine: EngineSettings) -> Backend:
-    from streamrag.backends.lanes import LanesBackend
-    from streamrag.backends.vllm import VllmBackend
+def _make_disaggregated(model: ModelSettings, engine: EngineSettings) -> Backend:
+    from streamrag.backends.lanes import DisaggregatedBackend
 
     assert engine.lanes is not None
     num_prefill, num_decode = map(int, engine.lanes.split("+"))
-    options = _engine_options(model, engine)
-    make = partial(_make_lane, VllmBackend, model.name, options, num_prefill + num_decode)
-    prefill = [make("prefill", number) for number in range(num_prefill)]
-    return LanesBackend(prefill, [make("decode", num_prefill + number) for number in range(num_decode)])
+    return DisaggregatedBackend.of(model.name, prefill=num_prefill, decode=num_decode, **_engine_options(model, engine))
 
 
-BACKENDS = {"server": _make_client, "engine": _make_engine, "lanes": _make_lanes}
-"""Makers of backends: a server's client, an embedded vLLM, lanes of embedded vLLMs."""
+BACKENDS = {"server": _make_client, "engine": _make_engine, "lanes": _make_disaggregated}
+"""Makers of backends: a server's client, an embedded vLLM, embedded vLLMs for prefill and for decode."""
 
 
 def make_replica_lane(model: ModelSettings, engine: EngineSettings, lane: Any) -> Backend:
     """Return the engine of a lane in a replica, not started. Raises ConfigurationError if it cannot be a lane."""
+    from streamrag.backends.lanes.backend import engine_options
     from streamrag.backends.lanes.replica_engines import DecodeEngine, PrefillEngine
 
     kind = PrefillEngine if lane == "prefill" else DecodeEngine
-    return _make_lane(kind, model.name, _engine_options(model, engine), 1, lane, 0)
+    return kind(model.name, lane=lane, **engine_options(_engine_options(model, engine), lane, 0, 1))
 
 
 def _engine_options(model: ModelSettings, engine: EngineSettings) -> dict[str, Any]:
@@ -101,25 +97,6 @@ def _engine_options(model: ModelSettings, engine: EngineSettings) -> dict[str, A
         **engine.model_dump(include=named),
         "engine_args": {"dtype": engine.dtype, **engine.engine_args},
     }
-
-
-def _make_lane(
-    kind: type["VllmBackend"], model: str, options: Mapping[str, Any], num_lanes: int, lane: Any, number: int
-) -> "VllmBackend":
-    """Return the engine of this number, with its part of the devices in `engine_args.device_ids`, if there are any. A
-    decode lane gets no options of our scheduler.
-
-    :raises ConfigurationError: the devices cannot be divided among the lanes.
-    """
-    engine_args = dict(options["engine_args"])
-    if device_ids := engine_args.get("device_ids"):
-        num_each, rest = divmod(len(device_ids), num_lanes)
-        if rest:
-            raise ConfigurationError(f"device_ids={device_ids} cannot be divided among {num_lanes} lanes")
-        engine_args["device_ids"] = device_ids[number * num_each : (number + 1) * num_each]
-    of_scheduler = {"scheduler", "host_kv_bytes"} if lane == "decode" else set()
-    kept = {name: value for name, value in options.items() if name not in of_scheduler}
-    return kind(model, lane=lane, **{**kept, "engine_args": engine_args})
 
 
 def make_replicated(
@@ -135,9 +112,9 @@ def make_replicated(
     make_tokenizer = partial(HuggingFaceTokenizer.of_engine, model.name, engine.engine_args)
     options: dict[str, Any] = {"make_tokenizer": make_tokenizer, "max_replays": replicas.max_replays}
     if replicas.decode:
-        from streamrag.backends.lanes.ray_backend import RayLanesBackend
+        from streamrag.backends.lanes.ray_backend import RayDisaggregatedBackend
 
-        return RayLanesBackend(cluster, router=replicas.router, max_open=replicas.max_open, **options)
+        return RayDisaggregatedBackend(cluster, router=replicas.router, max_open=replicas.max_open, **options)
     from streamrag.backends.ray import RayBackend
 
     return RayBackend(cluster, router=make_router(replicas.router), **options)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from streamrag.backends.lanes import LanesBackend
+from streamrag.backends.lanes import DisaggregatedBackend
 from streamrag.backends.lanes.kv_transfer import KvTransfer
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import AnswerChunk, Prompt, SamplingParams, common_prefix_len
@@ -34,7 +34,7 @@ PATIENCE_S = 60
 @asynccontextmanager
 async def started_lanes(
     folder: Path, on_transfer: Callable[[KvTransfer], None], *, num_each: int = 2, max_fetch_s: float = 60.0
-) -> AsyncIterator[LanesBackend]:
+) -> AsyncIterator[DisaggregatedBackend]:
     """Start lanes of each kind, short of memory."""
     model = make_tiny_llama(folder, hidden_size=128, num_layers=4, num_heads=4)
 
@@ -52,7 +52,7 @@ async def started_lanes(
         )
 
     prefill, decode = ([lane(kind) for _ in range(num_each)] for kind in ("prefill", "decode"))
-    lanes = LanesBackend(prefill, decode, max_open=2, max_fetch_s=max_fetch_s)
+    lanes = DisaggregatedBackend(prefill, decode, max_open=2, max_fetch_s=max_fetch_s)
     lanes.on_transfer = on_transfer
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")  # as in `real_engine`
@@ -83,7 +83,7 @@ def pairs(chunk: AnswerChunk) -> list[tuple[int, float]]:
 
 
 async def answer(
-    backend: LanesBackend | VllmBackend, prompts: AsyncIterator[Prompt], params: SamplingParams = GREEDY
+    backend: DisaggregatedBackend | VllmBackend, prompts: AsyncIterator[Prompt], params: SamplingParams = GREEDY
 ) -> tuple[list[tuple[int, float]], AnswerChunk]:
     """Return the tokens with their log-probabilities, and the last chunk."""
     found, last = [], None
@@ -96,7 +96,7 @@ async def answer(
     return found, last
 
 
-async def check_exact(backend: LanesBackend, prompt: Sequence[int], found: list[tuple[int, float]]) -> None:
+async def check_exact(backend: DisaggregatedBackend, prompt: Sequence[int], found: list[tuple[int, float]]) -> None:
     """Compare with a request of one living engine that takes nothing from its cache."""
     engine = next(lane for lane in backend._backends.values() if lane.lane == "decode" and is_alive(lane))
     params = SamplingParams(
@@ -115,7 +115,7 @@ def is_alive(lane: VllmBackend) -> bool:
     return True
 
 
-async def check_nothing_pinned(backend: LanesBackend) -> None:
+async def check_nothing_pinned(backend: DisaggregatedBackend) -> None:
     """Wait until no engine has work, and check that no block is held: the cache cannot be reset otherwise."""
     for lane in filter(is_alive, backend._backends.values()):
         for _ in range(10 * PATIENCE_S):
@@ -125,7 +125,7 @@ async def check_nothing_pinned(backend: LanesBackend) -> None:
         assert await lane.reset_prefix_cache()
 
 
-def num_received_bytes(backend: LanesBackend) -> int:
+def num_received_bytes(backend: DisaggregatedBackend) -> int:
     return sum(lane.stats.num_received_bytes for lane in backend._backends.values() if lane.stats)
 
 

@@ -34,7 +34,7 @@ from lane_engines import (
     tokens,
 )
 
-from streamrag.backends.lanes import LanesBackend
+from streamrag.backends.lanes import DisaggregatedBackend
 from streamrag.backends.lanes import backend as lanes_module
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import AnswerChunk, BackendEvent
@@ -64,7 +64,7 @@ class QueryRun:
     found: list[tuple[int, float]] = field(default_factory=list)
     error: str = ""
 
-    async def run(self, backend: LanesBackend, on_event: Callable[[BackendEvent], None]) -> None:
+    async def run(self, backend: DisaggregatedBackend, on_event: Callable[[BackendEvent], None]) -> None:
         try:
             async with aclosing(backend.generate(growing(*self.prompts, pause_s=0.1), PARAMS)) as events:
                 async for event in events:
@@ -74,7 +74,7 @@ class QueryRun:
         except BackendError as error:
             self.error = str(error)
 
-    async def check(self, backend: LanesBackend, killed: Kind) -> str:
+    async def check(self, backend: DisaggregatedBackend, killed: Kind) -> str:
         """Compare the answer, or what was shown of it, and return what became of the query."""
         if self.error:
             assert killed == "decode", self.error  # the answer does not need a prefill lane
@@ -86,7 +86,7 @@ class QueryRun:
         return "failed in mid-answer" if self.error else "answered"
 
 
-def lane_to_kill(backend: LanesBackend, kind: Kind, rng: random.Random) -> VllmBackend:
+def lane_to_kill(backend: DisaggregatedBackend, kind: Kind, rng: random.Random) -> VllmBackend:
     """Choose a lane that a query uses, if any."""
     lanes = backend._prefill_lanes if kind == "prefill" else backend._decode_lanes
     assert lanes is not None
@@ -96,7 +96,7 @@ def lane_to_kill(backend: LanesBackend, kind: Kind, rng: random.Random) -> VllmB
     return backend._backends[rng.choice(used or alive)]
 
 
-def num_lanes(backend: LanesBackend) -> int:
+def num_lanes(backend: DisaggregatedBackend) -> int:
     """Count the lanes that this process does not know to be dead."""
     return sum(map(is_alive, backend._backends.values()))
 
@@ -112,7 +112,7 @@ class Kill:
     num_queries: int
 
 
-async def run_kill(backend: LanesBackend, kill_it: Kill) -> Counter[str]:
+async def run_kill(backend: DisaggregatedBackend, kill_it: Kill) -> Counter[str]:
     """Ask some queries at once, kill a lane, and check the answers."""
     rng = random.Random(kill_it.name)
     whole = [tokens((kill_it.name, number), rng.randrange(100, 400)) for number in range(kill_it.num_queries)]

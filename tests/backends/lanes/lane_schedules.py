@@ -32,7 +32,7 @@ from lane_engines import (
     tokens,
 )
 
-from streamrag.backends.lanes import LanesBackend
+from streamrag.backends.lanes import DisaggregatedBackend
 from streamrag.core import AnswerChunk
 from streamrag.records import RequestRecord
 
@@ -52,7 +52,7 @@ def random_prompts(rng: random.Random, name: object) -> list[list[int]]:
     return prompts
 
 
-async def run_query(backend: LanesBackend, rng: random.Random, name: object) -> str:
+async def run_query(backend: DisaggregatedBackend, rng: random.Random, name: object) -> str:
     """Ask one query, check its answer, and return what became of it."""
     prompts, pause_s = random_prompts(rng, name), rng.choice([0.0, 0.02, 0.1])
     params = replace(GREEDY, max_tokens=rng.choice([1, 4, NUM_TOKENS]))
@@ -80,7 +80,7 @@ async def run_query(backend: LanesBackend, rng: random.Random, name: object) -> 
     return "answered after an eviction" if records[-1].preemptions else "answered"
 
 
-async def run_schedule(backend: LanesBackend, seed: int) -> Counter[str]:
+async def run_schedule(backend: DisaggregatedBackend, seed: int) -> Counter[str]:
     """Ask one to ten queries at about the same time, and return how many had which outcome."""
     rng = random.Random(f"lanes {seed}")
     num = rng.choice([1, 2, 3, 4, 6, 10])

@@ -12,7 +12,7 @@ import pytest_asyncio
 from lane_engines import answer, check_exact, check_nothing_pinned, growing, needs_nixl, started_lanes, tokens
 from lane_kills import NUM_EACH, Kill, kills, lane_to_kill, num_lanes, run_kill, send_signal
 
-from streamrag.backends.lanes import LanesBackend
+from streamrag.backends.lanes import DisaggregatedBackend
 from streamrag.backends.lanes import backend as lanes_module
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), needs_nixl]
@@ -22,7 +22,7 @@ MAX_FETCH_S = 8.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LanesBackend]:
+async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DisaggregatedBackend]:
     folder = tmp_path_factory.mktemp("models") / "model"
     async with started_lanes(folder, lambda transfer: None, num_each=NUM_EACH, max_fetch_s=MAX_FETCH_S) as lanes:
         yield lanes
@@ -30,7 +30,7 @@ async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lan
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["before the first transfer", "after others"])
 async def test_kv_that_a_stopped_prefill_lane_does_not_send_is_computed_in_time(
-    backend: LanesBackend, monkeypatch: pytest.MonkeyPatch, is_known: bool
+    backend: DisaggregatedBackend, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     """Stop it between the end of the prefill and the transfer: no connection breaks. vLLM gives up a
     handshake after 5 s; KV may come all the same after others, because the lane's workers run on."""
@@ -58,10 +58,10 @@ async def test_kv_that_a_stopped_prefill_lane_does_not_send_is_computed_in_time(
 
 
 @pytest.mark.parametrize("kill", kills(0), ids=str)
-async def test_a_lane_that_is_killed_leaves_right_answers(backend: LanesBackend, kill: Kill) -> None:
+async def test_a_lane_that_is_killed_leaves_right_answers(backend: DisaggregatedBackend, kill: Kill) -> None:
     print(await run_kill(backend, kill))
 
 
-async def test_killed_lanes_leave_no_blocks_behind(backend: LanesBackend) -> None:
+async def test_killed_lanes_leave_no_blocks_behind(backend: DisaggregatedBackend) -> None:
     await check_nothing_pinned(backend)
     assert num_lanes(backend) == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamrag.backends.lanes import LanesBackend
+from streamrag.backends.lanes import DisaggregatedBackend
 from streamrag.backends.lanes import backend as lanes_module
 from streamrag.backends.lanes.kv_transfer import MAX_KV_AGE_S, KvTransfer
 from streamrag.backends.lanes.lane_choice import ReservedBlocks
@@ -113,8 +113,8 @@ class FakeLane:
             yield AnswerChunk(str(number), (number,), "length" if number == 3 else None)
 
 
-async def start_lanes(prefill: list[FakeLane], decode: list[FakeLane], **options: Any) -> LanesBackend:
-    backend = LanesBackend(prefill, decode, router="round_robin", **options)
+async def start_lanes(prefill: list[FakeLane], decode: list[FakeLane], **options: Any) -> DisaggregatedBackend:
+    backend = DisaggregatedBackend(prefill, decode, router="round_robin", **options)
     await backend.start(lambda line: None)
     return backend
 
@@ -125,7 +125,9 @@ async def growing(*prompts: tuple[int, ...]) -> AsyncIterator[Prompt]:
         await asyncio.sleep(0)
 
 
-async def answer(backend: LanesBackend, *prompts: tuple[int, ...], params: SamplingParams | None = None) -> list[str]:
+async def answer(
+    backend: DisaggregatedBackend, *prompts: tuple[int, ...], params: SamplingParams | None = None
+) -> list[str]:
     async with aclosing(backend.generate(growing(*prompts), params or SamplingParams())) as events:
         return [event.text async for event in events if isinstance(event, AnswerChunk)]
 
@@ -454,7 +456,7 @@ async def test_the_reservation_in_a_prefill_lane_is_released_when_the_decode_lan
 
 async def test_questions_go_to_the_lane_that_has_the_data_of_their_session() -> None:
     prefill = [FakeLane("prefill"), FakeLane("prefill")]
-    backend = LanesBackend(prefill, [FakeLane("decode")], router="soonest")
+    backend = DisaggregatedBackend(prefill, [FakeLane("decode")], router="soonest")
     await backend.start(lambda line: None)
     data = tuple(range(2_000))
 
@@ -543,7 +545,7 @@ async def test_errors_of_the_prompts_are_raised() -> None:
 def test_wrong_lanes_are_refused(prefill: list[Any], decode: list[Any], options: Any, message: str) -> None:
     lanes = ([VllmBackend("model", lane=lane) for lane in lanes] for lanes in (prefill, decode))
     with pytest.raises(ConfigurationError, match=message):
-        LanesBackend(*lanes, **options)
+        DisaggregatedBackend(*lanes, **options)
 
 
 def test_a_service_has_lanes_by_one_word() -> None:
@@ -551,7 +553,7 @@ def test_a_service_has_lanes_by_one_word() -> None:
         given = {"model.name": "org/model", **{f"engine.{name}": value for name, value in options.items()}}
         settings = load(None, {}, given).settings
         backend = make_backend(settings.model, settings.engine)
-        assert isinstance(backend, LanesBackend)
+        assert isinstance(backend, DisaggregatedBackend)
         return list(backend._backends.values())
 
     lanes = lanes_of(lanes="2+1", policy="fcfs", max_num_seqs=8)

@@ -27,7 +27,7 @@ from lane_engines import (
 )
 from lane_schedules import run_schedule
 
-from streamrag.backends.lanes import LanesBackend
+from streamrag.backends.lanes import DisaggregatedBackend
 from streamrag.backends.lanes import backend as lanes_module
 from streamrag.backends.lanes.kv_transfer import KvTransfer
 from streamrag.backends.vllm import VllmBackend
@@ -40,7 +40,7 @@ transfers: list[KvTransfer] = []
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LanesBackend]:
+async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DisaggregatedBackend]:
     async with started_lanes(tmp_path_factory.mktemp("models") / "model", transfers.append) as lanes:
         yield lanes
 
@@ -48,7 +48,7 @@ async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lan
 # ------------------------------------------------------------------------------------------------------------ exactness
 
 
-async def test_a_prompt_that_grows_is_answered_in_another_engine(backend: LanesBackend) -> None:
+async def test_a_prompt_that_grows_is_answered_in_another_engine(backend: DisaggregatedBackend) -> None:
     prompt = tokens("append", 300)
     transfers.clear()
     num_before = num_received_bytes(backend)
@@ -65,21 +65,21 @@ async def test_a_prompt_that_grows_is_answered_in_another_engine(backend: LanesB
     assert num_received_bytes(backend) - num_before == transfer.num_blocks * block_bytes
 
 
-async def test_a_prompt_that_is_replaced_is_answered_as_a_fresh_one(backend: LanesBackend) -> None:
+async def test_a_prompt_that_is_replaced_is_answered_as_a_fresh_one(backend: DisaggregatedBackend) -> None:
     old, new = tokens("old", 280), tokens("new", 150)
     prompt = old[:130] + new
     found, _ = await answer(backend, growing(old, old[:40] + new, prompt, pause_s=0.1))
     await check_exact(backend, prompt, found)
 
 
-async def test_a_prompt_that_comes_at_once_and_short_ones_are_answered(backend: LanesBackend) -> None:
+async def test_a_prompt_that_comes_at_once_and_short_ones_are_answered(backend: DisaggregatedBackend) -> None:
     for num in (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1):
         prompt = tokens(num, num)
         found, _ = await answer(backend, growing(prompt))
         await check_exact(backend, prompt, found)
 
 
-async def test_streams_that_evict_each_other_are_answered_as_fresh_ones(backend: LanesBackend) -> None:
+async def test_streams_that_evict_each_other_are_answered_as_fresh_ones(backend: DisaggregatedBackend) -> None:
     prompts = [tokens(number, 500 + 10 * number) for number in range(8)]
     answers = await asyncio.gather(*(answer(backend, growing(p[:200], p[:450], p, pause_s=0.5)) for p in prompts))
     for prompt, (found, _) in zip(prompts, answers, strict=True):
@@ -89,7 +89,7 @@ async def test_streams_that_evict_each_other_are_answered_as_fresh_ones(backend:
     await check_nothing_pinned(backend)
 
 
-async def test_blocks_that_the_decode_lane_has_are_not_sent_again(backend: LanesBackend) -> None:
+async def test_blocks_that_the_decode_lane_has_are_not_sent_again(backend: DisaggregatedBackend) -> None:
     prompt = tokens("twice", 10 * BLOCK_SIZE)
     num_bytes = [num_received_bytes(backend)]
     for end in ([5], [6, 7]):
@@ -100,7 +100,7 @@ async def test_blocks_that_the_decode_lane_has_are_not_sent_again(backend: Lanes
     assert second * 11 == first  # only the last block
 
 
-async def test_several_answers_and_log_probabilities_of_the_prompt(backend: LanesBackend) -> None:
+async def test_several_answers_and_log_probabilities_of_the_prompt(backend: DisaggregatedBackend) -> None:
     prompt = tokens("several", 100)
     indexes, params = set(), SamplingParams(max_tokens=4, n=3, temperature=1.0)
     async with aclosing(backend.generate(growing(prompt[:60], prompt), params)) as events:
@@ -124,7 +124,7 @@ async def test_several_answers_and_log_probabilities_of_the_prompt(backend: Lane
     ids=["min_p", "schema", "regex"],
 )
 async def test_wrong_parameters_are_refused_before_the_first_prompt(
-    backend: LanesBackend, params: SamplingParams
+    backend: DisaggregatedBackend, params: SamplingParams
 ) -> None:
     async def never() -> AsyncIterator[Prompt]:
         pytest.fail("the prompts are read")
@@ -134,7 +134,7 @@ async def test_wrong_parameters_are_refused_before_the_first_prompt(
         await answer(backend, never(), params)
 
 
-async def test_an_answer_follows_its_schema(backend: LanesBackend) -> None:
+async def test_an_answer_follows_its_schema(backend: DisaggregatedBackend) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     texts: list[str] = []
     prompt = tokens("schema", 100)
@@ -147,7 +147,7 @@ async def test_an_answer_follows_its_schema(backend: LanesBackend) -> None:
 # ------------------------------------------------------------------------------------------------ waiting, cancellation
 
 
-async def test_a_full_decode_lane_makes_others_wait_and_loses_none(backend: LanesBackend) -> None:
+async def test_a_full_decode_lane_makes_others_wait_and_loses_none(backend: DisaggregatedBackend) -> None:
     prompts = [tokens(("full", number), 200) for number in range(10)]
     answers = await asyncio.gather(*(answer(backend, growing(p[:100], p)) for p in prompts))
     for prompt, (found, _) in zip(prompts, answers, strict=True):
@@ -156,7 +156,9 @@ async def test_a_full_decode_lane_makes_others_wait_and_loses_none(backend: Lane
 
 
 @pytest.mark.parametrize("moment", ["first prompt", "prefilled", "first token", 0.0, 0.01, 0.03, 0.1, 0.2, 0.4])
-async def test_a_query_that_is_cancelled_leaves_no_block_behind(backend: LanesBackend, moment: str | float) -> None:
+async def test_a_query_that_is_cancelled_leaves_no_block_behind(
+    backend: DisaggregatedBackend, moment: str | float
+) -> None:
     """Cancel it there, or so many seconds after its complete prompt came."""
     prompt = tokens(moment, 400)
     reached = asyncio.Event()
@@ -183,7 +185,7 @@ async def test_a_query_that_is_cancelled_leaves_no_block_behind(backend: LanesBa
 
 
 async def test_kv_that_was_computed_too_long_ago_is_not_fetched(
-    backend: LanesBackend, monkeypatch: pytest.MonkeyPatch
+    backend: DisaggregatedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = tokens("lease", 100)
     monkeypatch.setattr(lanes_module, "MAX_KV_AGE_S", -1.0)
@@ -194,7 +196,7 @@ async def test_kv_that_was_computed_too_long_ago_is_not_fetched(
     await check_nothing_pinned(backend)
 
 
-async def test_random_schedules_are_answered_as_fresh_requests(backend: LanesBackend) -> None:
+async def test_random_schedules_are_answered_as_fresh_requests(backend: DisaggregatedBackend) -> None:
     for seed in range(8):  # `make fuzz OF=lanes` runs 200
         await run_schedule(backend, seed)
     await check_nothing_pinned(backend)
@@ -211,7 +213,7 @@ async def kill(lane: VllmBackend) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_query_is_computed_again_when_its_prefill_lane_dies(backend: LanesBackend) -> None:
+async def test_a_query_is_computed_again_when_its_prefill_lane_dies(backend: DisaggregatedBackend) -> None:
     prompt = tokens("prefill dies", 300)
     goes_on = asyncio.Event()
 
@@ -233,7 +235,7 @@ async def test_a_query_is_computed_again_when_its_prefill_lane_dies(backend: Lan
     backend.check_health()
 
 
-async def test_an_answer_of_which_tokens_were_shown_fails_with_its_decode_lane(backend: LanesBackend) -> None:
+async def test_an_answer_of_which_tokens_were_shown_fails_with_its_decode_lane(backend: DisaggregatedBackend) -> None:
     prompt = tokens("decode dies", 200)
     params = SamplingParams(max_tokens=500, ignore_eos=True, extra={"logprobs": 1})
     async with aclosing(backend.generate(growing(prompt), params)) as events:
@@ -248,7 +250,7 @@ async def test_an_answer_of_which_tokens_were_shown_fails_with_its_decode_lane(b
     await check_nothing_pinned(backend)
 
 
-async def test_without_a_lane_of_a_kind_queries_fail_at_once(backend: LanesBackend) -> None:
+async def test_without_a_lane_of_a_kind_queries_fail_at_once(backend: DisaggregatedBackend) -> None:
     prompt = tokens("all die", 100)
     for lane in (backend._backends["decode-0"], backend._backends["decode-1"]):
         if is_alive(lane):

@@ -20,7 +20,7 @@ from lane_engines import (
     tokens,
 )
 
-from streamrag.backends.lanes import LanesBackend
+from streamrag.backends.lanes import DisaggregatedBackend
 from streamrag.backends.lanes import backend as lanes_module
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client import lane_engine
@@ -31,7 +31,7 @@ LEASE_S, MAX_READ_S = 4, 3
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LanesBackend]:
+async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DisaggregatedBackend]:
     folder = tmp_path_factory.mktemp("models") / "model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lane_engine, "LEASE_S", LEASE_S)
@@ -54,7 +54,7 @@ def num_late_reads(lane: VllmBackend) -> int:
     return lane._processes._log.path.read_text().count("came too late to be trusted")
 
 
-async def test_kv_that_comes_in_time_is_used(backend: LanesBackend) -> None:
+async def test_kv_that_comes_in_time_is_used(backend: DisaggregatedBackend) -> None:
     prompt, decode = tokens("in time", 600), backend._backends["decode-0"]
     num_before = num_received_bytes(backend)
     found, _ = await answer(backend, growing(prompt))
@@ -72,7 +72,7 @@ async def reuse_blocks(lane: VllmBackend) -> None:
 
 @pytest.mark.parametrize("after_s", [None, 0.0, 0.003, 0.006, 0.01])
 async def test_kv_of_reused_blocks_is_not_used(
-    backend: LanesBackend, monkeypatch: pytest.MonkeyPatch, after_s: float | None
+    backend: DisaggregatedBackend, monkeypatch: pytest.MonkeyPatch, after_s: float | None
 ) -> None:
     """Stop the decode lane before it is asked, or seconds after. Continue it when the blocks are reused."""
     prefill, decode = backend._backends["prefill-0"], backend._backends["decode-0"]

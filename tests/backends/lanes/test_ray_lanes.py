@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 
 from streamrag.backends.lanes import ray_backend, replica_engines
 from streamrag.backends.lanes.kv_transfer import MAX_KV_AGE_S
-from streamrag.backends.lanes.ray_backend import RayLanesBackend
+from streamrag.backends.lanes.ray_backend import RayDisaggregatedBackend
 from streamrag.backends.lanes.replica_engines import ENDED_AT, DecodeEngine, PrefillEngine, without_old_kv
 from streamrag.backends.ray import backend as ray_module
 from streamrag.backends.replicas.replica import ModelFacts
@@ -59,7 +59,7 @@ class LanesInProcess:
         self.cluster = FakeCluster()
         monkeypatch.setattr(ray_backend, "DeploymentHandle", lambda lane, app_name: lane)
         monkeypatch.setattr(ray_module, "RayReplicas", self.replicas.__getitem__)
-        self.backend = RayLanesBackend(
+        self.backend = RayDisaggregatedBackend(
             self.cluster,  # type: ignore[arg-type]
             make_tokenizer=CodePointTokenizer,
             router="round_robin",
@@ -297,7 +297,7 @@ def test_a_service_has_lanes_on_ray_by_one_word_and_both_kinds_scale_apart() -> 
     }
     settings = load(None, {}, options).settings
     parts = settings.model, settings.engine, settings.replicas
-    assert isinstance(make_replicated(*parts), RayLanesBackend)
+    assert isinstance(make_replicated(*parts), RayDisaggregatedBackend)
     prefill = make_engines(*parts)._bound_deployment
     decode = prefill.init_args[2]._bound_deployment
     scaling = [each._deployment_config.autoscaling_config for each in (prefill, decode)]

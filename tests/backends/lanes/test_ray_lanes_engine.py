@@ -19,7 +19,7 @@ pytest.importorskip("ray")
 from ray import serve
 
 from streamrag.backends.lanes.kv_transfer import KvTransfer
-from streamrag.backends.lanes.ray_backend import RayLanesBackend
+from streamrag.backends.lanes.ray_backend import RayDisaggregatedBackend
 from streamrag.backends.lanes.replica_engines import PrefillEngine
 from streamrag.backends.ray.cluster import Cluster
 from streamrag.backends.ray.deployment import lane_engines
@@ -49,7 +49,9 @@ def environment() -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend(environment: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RayLanesBackend]:
+async def backend(
+    environment: None, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RayDisaggregatedBackend]:
     model = str(
         make_tiny_llama(tmp_path_factory.mktemp("models") / "model", hidden_size=128, num_layers=4, num_heads=4)
     )
@@ -63,14 +65,16 @@ async def backend(environment: None, tmp_path_factory: pytest.TempPathFactory) -
         OPTIONS,
     )
     make_tokenizer = partial(HuggingFaceTokenizer.of_engine, model, {})
-    backend = RayLanesBackend(Cluster(app, app_name=APP, num_cpus=2), make_tokenizer=make_tokenizer, router="soonest")
+    backend = RayDisaggregatedBackend(
+        Cluster(app, app_name=APP, num_cpus=2), make_tokenizer=make_tokenizer, router="soonest"
+    )
     backend.on_transfer = transfers.append
     await backend.start(lambda line: None)
     yield backend
     await backend.aclose()
 
 
-async def decode_process(backend: RayLanesBackend) -> tuple[int, int]:
+async def decode_process(backend: RayDisaggregatedBackend) -> tuple[int, int]:
     """Return the process id of the decode lane's replica, and the bytes of KV that its engine has read."""
     facts = await backend._backends["decode-0"].streams.replicas.facts()
     process_id, num_bytes = map(int, facts.model_name.split())
@@ -82,7 +86,7 @@ def process_of(lane: str) -> int:
     return next(each["pid"] for each in deployments[lane]["replicas"] if each["state"] == "RUNNING")
 
 
-async def test_the_kv_of_a_prompt_that_grows_is_read_in_another_replica(backend: RayLanesBackend) -> None:
+async def test_the_kv_of_a_prompt_that_grows_is_read_in_another_replica(backend: RayDisaggregatedBackend) -> None:
     prompt = tokens("ray", 300)
     _, num_before = await decode_process(backend)
     found, last = await answer(backend, growing(prompt[:100], prompt[:250], prompt, pause_s=0.1))
@@ -96,7 +100,7 @@ async def test_the_kv_of_a_prompt_that_grows_is_read_in_another_replica(backend:
     assert num_after - num_before == transfer.num_blocks * block_bytes
 
 
-async def test_several_answers_are_sampled_in_a_decode_replica(backend: RayLanesBackend) -> None:
+async def test_several_answers_are_sampled_in_a_decode_replica(backend: RayDisaggregatedBackend) -> None:
     prompt = tokens("several", 150)
     params = SamplingParams(max_tokens=4, n=2, temperature=1.0, ignore_eos=True)
     async with aclosing(backend.generate(growing(prompt), params)) as events:
@@ -106,7 +110,7 @@ async def test_several_answers_are_sampled_in_a_decode_replica(backend: RayLanes
 
 
 async def test_a_decode_replica_that_is_killed_is_replaced_and_a_query_that_waits_for_it_is_answered(
-    backend: RayLanesBackend,
+    backend: RayDisaggregatedBackend,
 ) -> None:
     killed, _ = await decode_process(backend)
     assert killed == process_of("decode")
@@ -139,7 +143,9 @@ async def test_a_decode_replica_that_is_killed_is_replaced_and_a_query_that_wait
     assert (await decode_process(backend))[1] > 0, "the new replica reads KV"
 
 
-async def test_a_prefill_replica_that_is_killed_with_an_open_prompt_is_replaced(backend: RayLanesBackend) -> None:
+async def test_a_prefill_replica_that_is_killed_with_an_open_prompt_is_replaced(
+    backend: RayDisaggregatedBackend,
+) -> None:
     prompt, is_open, goes_on = tokens("open", 200), asyncio.Event(), asyncio.Event()
 
     async def prompts() -> AsyncIterator[Prompt]:

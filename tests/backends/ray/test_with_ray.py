@@ -22,7 +22,7 @@ pytest.importorskip("ray")
 from ray import serve
 
 from streamrag import Chunk, Pipeline
-from streamrag.backends.lanes.ray_backend import RayLanesBackend
+from streamrag.backends.lanes.ray_backend import RayDisaggregatedBackend
 from streamrag.backends.ray import RayBackend
 from streamrag.backends.ray.cluster import Cluster
 from streamrag.backends.ray.deployment import engines, lane_engines
@@ -276,7 +276,7 @@ def process_of(app: str, deployment: str) -> int:
 async def test_a_decode_lane_that_is_killed_is_replaced_beside_prefill_lanes_that_go_on(backend: RayBackend) -> None:
     options = replace(OPTIONS, number=1, num_cpus=0.1, queued_tokens=None)
     app = Cluster(partial(lane_engines, Prefill, Decode, options, options), app_name="lanes")
-    other = RayLanesBackend(app, make_tokenizer=CodePointTokenizer, router="soonest")
+    other = RayDisaggregatedBackend(app, make_tokenizer=CodePointTokenizer, router="soonest")
     await other.start(lambda line: None)
 
     async def ask_lanes(*texts: str) -> list[int]:

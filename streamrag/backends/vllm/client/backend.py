@@ -47,7 +47,7 @@ class VllmBackend:
     answer_ahead: whether the engine verifies drafts of answers, for `Pipeline(answer_ahead=True)`. It then schedules
         synchronously, as on a CPU anyway, and refuses the parameters `min_p`, `logit_bias` and `logprob_token_ids`.
     lane: "prefill" for an engine that computes prompts for others, "decode" for one that samples their answers; see
-        `LanesBackend`. NIXL moves the KV, so none goes to host memory. A decode lane runs vLLM's own scheduler.
+        `DisaggregatedBackend`. NIXL moves the KV, so none goes to host memory. A decode lane runs vLLM's own scheduler.
     max_model_len: most tokens of prompt and answer together. This, and further options that are None, is vLLM's choice.
     max_num_batched_tokens: most tokens computed in one step.
     max_num_seqs: most requests computed in one step.
