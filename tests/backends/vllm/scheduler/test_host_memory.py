@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm.sampling_params import SamplingParams
@@ -165,6 +166,34 @@ def test_a_failed_load_is_blamed_on_what_its_own_step_loaded(bench: Make) -> Non
     memory.on_step_end(nothing_else, None, 0.0)
     assert memory.on_failed_loads({3}).blocks == {3}
     assert (memory.pool.num_valid(["first"]), memory.pool.num_valid(["second"])) == (0, 1)
+
+
+def test_a_block_of_a_failed_load_is_not_saved_for_a_request_that_lost_it_before_the_failure(bench: Make) -> None:
+    memory = bench(is_async=True, streamrag=SWAP).scheduler.plugin.host_memory
+    step = SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]), num_scheduled_tokens={}
+    )
+    memory.pool.on_saved(memory.pool.reserve("key", "key"), is_valid=True)
+    request = Mock(
+        request_id="key",
+        block_hashes=["key"],
+        num_tokens=6,
+        num_computed_tokens=4,
+        skip_reading_prefix_cache=False,
+        was_evicted=False,
+        released_blocks=set(),
+        is_finished=lambda: False,
+    )
+    memory._group.req_to_blocks["key"] = [SimpleNamespace(block_id=3)]
+    memory.commit(request, memory.look_up(request, 0), 4)
+    memory.take_copies(step)
+    memory.on_release(request)
+    del memory._group.req_to_blocks["key"]
+    request.num_computed_tokens = 0
+    memory.on_step_end(step, None, 0.0)
+    memory.on_failed_loads({3})
+    step.scheduled_new_reqs = [SimpleNamespace(req_id="other", block_ids=([3],))]
+    assert memory.take_copies(step).saves == []
 
 
 def test_a_match_in_host_memory_counts_once_and_for_its_own_request(bench: Make) -> None:
