@@ -17,6 +17,7 @@ from streamrag.support.messages import is_number, is_whole, plain_text, short_re
 from streamrag.support.tasks import cancel_and_wait, end_or_leave, is_cancelled
 
 _END = object()
+SOFT_HYPHEN = "\xad"
 MAX_COUNT = (1 << 31) - 1  # the largest passage number that a trace can store
 
 T = TypeVar("T")
@@ -185,11 +186,14 @@ def checked_chunk(chunk: object) -> Chunk:
 
 
 def _plain(chunk: Chunk) -> Chunk:
-    """Return a valid chunk with plain str, int and float in place of their subclasses and NumPy's; itself if plain."""
+    """Return a valid chunk with plain str, int and float in place of their subclasses and NumPy's, and without soft
+    hyphens, which no model should read; itself if plain."""
     texts = (chunk.text, chunk.uri, chunk.title)
-    if type(chunk.passage) is int and type(chunk.score) in (float, NoneType) and {*map(type, texts)} == {str}:
+    is_plain = type(chunk.passage) is int and type(chunk.score) in (float, NoneType) and {*map(type, texts)} == {str}
+    if is_plain and SOFT_HYPHEN not in chunk.text and SOFT_HYPHEN not in chunk.title:
         return chunk
     text, uri, title = map(plain_text, texts)
+    text, title = text.replace(SOFT_HYPHEN, ""), title.replace(SOFT_HYPHEN, "")
     score = None if chunk.score is None else float(chunk.score)
     return replace(chunk, text=text, uri=uri, title=title, passage=int(chunk.passage), score=score)
 
