@@ -150,6 +150,7 @@ class Rows:
     def __init__(self, name: str, metric: str) -> None:
         self._metric = metric
         self._reader = PassageReader(name)
+        self.skip_blank = self._reader.skip_blank
         self._cut: dict[tuple[str, int], bool] = {}
         """Truncated passages, by uri and passage, and whether they have been reported."""
 
