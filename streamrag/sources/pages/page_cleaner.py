@@ -22,11 +22,11 @@ import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
 from crawl4ai import CrawlerRunConfig, DefaultMarkdownGenerator, LXMLWebScrapingStrategy, NoTableExtraction
 from rank_bm25 import BM25Okapi
 
-from streamrag.core.text import readable, split_markdown
+from streamrag.core.text import is_blank, readable, split_markdown
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.pages.browser import Browser
 from streamrag.sources.pages.page_content import JSON, CleanedPage, PageContent, content_version
-from streamrag.sources.pages.prune import MAX_CONTENT_CHARS, prune
+from streamrag.sources.pages.prune import MAX_CONTENT_CHARS, prune, refresh_target
 from streamrag.sources.pages.relevant_passages import rank_links, relevant_stems, select
 from streamrag.sources.pages.sitemap import read_sitemap
 from streamrag.sources.workers.charsets import decode
@@ -108,7 +108,9 @@ class PageCleaner:
         query, stem = job["query"], relevant_stems(job["query"], self._stem)
         best = select(passages, query, title=title, max_chars=job["max_chars"], score=bm25, stem=stem)
         links = rank_links(content.links, query, stem)
-        return CleanedPage(content.url, title, len(passages), best, links, is_cut)
+        refreshed = refresh_target(job.get("refresh", ""), content.url)
+        forwards = [*filter(None, [refreshed]), *content.forwards]
+        return CleanedPage(content.url, title, len(passages), best, links, is_cut, forwards)
 
     def _load_or_read(self, job: dict[str, Any], body: bytes) -> PageContent:
         """Return the page's content from the cache, or read and cache it; not a browser's page or a truncated PDF."""
@@ -137,7 +139,8 @@ class PageCleaner:
             html = decode(body, job["charset"])
         pruned = prune(url, html)
         title, text = _to_markdown(url, pruned.html)
-        return PageContent(url, title, text, pruned.links, pruned.is_cut)
+        forwards = pruned.forwards + ([pruned.frame] if pruned.frame and is_blank(text) else [])
+        return PageContent(url, title, text, pruned.links, pruned.is_cut, forwards)
 
 
 def _to_markdown(url: str, html: str) -> tuple[str, str]:
