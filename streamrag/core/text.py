@@ -8,6 +8,7 @@ characters, no line is copied or summed up more than once, and letters are compo
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 from unicodedata import category, normalize
 
@@ -28,6 +29,7 @@ RULE = re.compile(r"\s*([*_-]\s*){3,}")
 CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\U00020000-\U0003ffff"
 UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
 """Thai, Lao, Burmese and Khmer: letters of scripts without spaces between words, of which we have no dictionary."""
+MAX_CACHED = 1 << 14  # words of at most MAX_WORD_CHARS, as most words of a text are there many times
 MAX_LETTERS = 20_000  # characters that the table remembers, of more than a million
 NUM_UNSPACED = 3  # letters of a term of these scripts: about a syllable; terms overlap
 ARABIC = r"\u0600-\u06ff"
@@ -244,9 +246,18 @@ def _words(text: str) -> Iterator[str]:
         yield from (word[:MAX_WORD_CHARS] for word in _ASCII_WORD.findall(text))
         return
     for word in _BREAKS.sub(" ", text).translate(_LETTERS).split():
-        parts = word.split(NON_JOINER) if NON_JOINER in word and _IS_ARABIC.search(word) else []
-        for each in (word.replace(NON_JOINER, ""), *filter(None, parts if len(parts) > 1 else [])):
-            yield from (each[:MAX_WORD_CHARS],) if each.isascii() else _runs(_composed(each))
+        if word.isascii():
+            yield word[:MAX_WORD_CHARS]
+        else:
+            yield from _word_parts(word) if len(word) <= MAX_WORD_CHARS else _word_parts.__wrapped__(word)
+
+
+@lru_cache(maxsize=MAX_CACHED)
+def _word_parts(word: str) -> tuple[str, ...]:
+    """Return the parts of a word that is not ASCII: those between non-joiners in Arabic script, behind the whole."""
+    parts = word.split(NON_JOINER) if NON_JOINER in word and _IS_ARABIC.search(word) else []
+    whole = word.replace(NON_JOINER, "")
+    return tuple(run for part in (whole, *(parts if len(parts) > 1 else [])) for run in _runs(_composed(part)))
 
 
 def _runs(word: str) -> Iterator[str]:
@@ -262,6 +273,7 @@ def _composed(word: str) -> str:
     return "".join(normalize("NFC", word[i : i + MAX_WORD_CHARS]) for i in range(0, len(word), MAX_WORD_CHARS))
 
 
+@lru_cache(maxsize=MAX_CACHED)
 def _folded(word: str) -> str:
     """Return a word as it is compared: without case, also where only small letters have a mark."""
     return word.lower() if word.isascii() else normalize("NFC", word.casefold()).translate(_SPELLINGS)
