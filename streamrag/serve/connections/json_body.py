@@ -8,7 +8,6 @@ error reports are bounded, and large bodies of one client are parsed in turn, wi
 import json
 import sys
 import time
-from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -112,8 +111,7 @@ def parse(body: bytes | str, model: type[M]) -> M:
     check_num_values(body)
     try:
         # Unlike json.loads, this rejects lone surrogates and NaN, which no answer can hold.
-        text = body if isinstance(body, str) else body.removeprefix(BOM_UTF8)
-        values = from_json(text, allow_inf_nan=False)
+        values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
