@@ -18,6 +18,7 @@ from streamrag.adapters.portal import LoopPortal
 from streamrag.adapters.retrieved_chunks import FoundChunk
 from streamrag.core import Chunk, Progress, Skipped, SourceEvent, Turn, Update
 from streamrag.core.lifecycle import started_once
+from streamrag.core.text import is_blank
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError, install_line
 from streamrag.pipeline import Pipeline
 from streamrag.query.options import QueryOptions, check_options
@@ -252,10 +253,12 @@ class HaystackSource:
         async with aclosing(self._rankings(query)) as found:
             async for documents in found:
                 for document in documents:
-                    if document.content is None and document.id not in skipped:
+                    if is_blank(document.content or "") and document.id not in skipped:
                         skipped.add(document.id)
                         yield Skipped(document.id, "it has no text")
-                chunks = tuple(_chunk(document, reader) for document in documents if document.content is not None)
+                chunks = tuple(
+                    _chunk(document, reader) for document in documents if not is_blank(document.content or "")
+                )
                 if chunks != before:
                     before = chunks
                     yield Update(chunks)

@@ -9,6 +9,7 @@ A `StreamragNodeRetriever` is a source of streamrag as a retriever in LlamaIndex
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -216,32 +217,34 @@ class LlamaIndexSource:
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield an `Update` for the first stage (fusion, retriever, postprocessor), and for each later one that changes
-        the chunks. The first may be empty. Errors of LlamaIndex are raised as they are.
+        the chunks, behind a `Skipped` for each node without text. The first may be empty. Errors of LlamaIndex are
+        raised as they are.
         """
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
+        async with aclosing(self._rankings(query, reader)) as rankings:
+            async for chunks in rankings:
+                if chunks != before:
+                    before = chunks
+                    for event in reader.skip_blank(Update(chunks)):
+                        yield event
+
+    async def _rankings(self, query: str, reader: PassageReader) -> AsyncGenerator[tuple[Chunk, ...], None]:
+        """Yield the chunks of each stage."""
         nodes: list[NodeWithScore] = []
-        retrieved = self._fused(query, reader) if isinstance(self._retriever, QueryFusionRetriever) else None
-        if retrieved is None:
-            nodes = await self._ask(self._retriever, QueryBundle(query))
-        else:
-            try:
+        if isinstance(self._retriever, QueryFusionRetriever):
+            async with aclosing(self._fused(query, reader)) as retrieved:
                 async for found in retrieved:
                     if isinstance(found, list):
                         nodes = found
-                    elif found != before:
-                        before = found
-                        yield Update(found)
-            finally:
-                await retrieved.aclose()
-        if (chunks := self._chunks(nodes, reader)) != before:
-            before = chunks
-            yield Update(chunks)
+                    else:
+                        yield found
+        else:
+            nodes = await self._ask(self._retriever, QueryBundle(query))
+        yield self._chunks(nodes, reader)
         for postprocessor in self._postprocessors:
             nodes = await self._postprocess(postprocessor, nodes, QueryBundle(query))
-            if (chunks := self._chunks(nodes, reader)) != before:
-                before = chunks
-                yield Update(chunks)
+            yield self._chunks(nodes, reader)
 
     async def _fused(
         self, query: str, reader: PassageReader

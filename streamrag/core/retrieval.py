@@ -1,7 +1,7 @@
 """Run a source in a task of its own, and validate what it yields: a source is foreign code."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -12,11 +12,13 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
+from streamrag.core.text import is_blank
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.support.messages import is_number, is_whole, plain_text, short_repr, type_name
 from streamrag.support.tasks import cancel_and_wait, end_or_leave, is_cancelled
 
 _END = object()
+SOFT_HYPHEN = "\xad"
 MAX_COUNT = (1 << 31) - 1  # the largest passage number that a trace can store
 
 T = TypeVar("T")
@@ -38,6 +40,7 @@ class Retrieval:
         self._pulled: asyncio.Queue[SourceEvent | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
+        self._blank_chunks = BlankChunks()
 
     async def events(self) -> AsyncGenerator[SourceEvent, None]:
         """Yield the source's events. Call it once. Closing the iterator closes the source.
@@ -92,7 +95,8 @@ class Retrieval:
                         raise
                     raise self._failed(error) from error
                 self._raise_swallowed()
-                self._pulled.put_nowait(_checked(self.source, event))
+                for each in self._blank_chunks.skip(_checked(self.source, event)):
+                    self._pulled.put_nowait(each)
                 resume = events.__anext__
                 try:
                     await self._pulled.join()
@@ -108,6 +112,26 @@ class Retrieval:
         """Return the error for an exception that would end the query silently."""
         what = type_name(error) if isinstance(error, asyncio.CancelledError | GeneratorExit) else short_repr(error)
         return SourceError(f"{part_name(self.source)} failed: {what}, although the query was not stopped")
+
+
+class BlankChunks:
+    """A filter of one query's chunks that replaces those without text by a `Skipped`."""
+
+    def __init__(self) -> None:
+        self._reported: set[tuple[str, int]] = set()
+
+    def skip(self, event: SourceEvent) -> Iterator[SourceEvent]:
+        """Yield a `Skipped` for each blank chunk's place, once, then the event with the others; no blank `Append`."""
+        chunks = event.chunks if isinstance(event, Update) else (event.chunk,) if isinstance(event, Append) else ()
+        blank = [chunk for chunk in chunks if is_blank(chunk.text)]
+        for place in dict.fromkeys((chunk.uri, chunk.passage) for chunk in blank):
+            if place not in self._reported:
+                self._reported.add(place)
+                yield Skipped(place[0], "it has no text")
+        if blank and isinstance(event, Update):
+            yield replace(event, chunks=tuple(chunk for chunk in chunks if not is_blank(chunk.text)))
+        elif not blank:
+            yield event
 
 
 def _stream(source: Source, query: str) -> AsyncIterator[SourceEvent]:
@@ -185,11 +209,14 @@ def checked_chunk(chunk: object) -> Chunk:
 
 
 def _plain(chunk: Chunk) -> Chunk:
-    """Return a valid chunk with plain str, int and float in place of their subclasses and NumPy's; itself if plain."""
+    """Return a valid chunk with plain str, int and float in place of their subclasses and NumPy's, and without soft
+    hyphens, which no model should read; itself if plain."""
     texts = (chunk.text, chunk.uri, chunk.title)
-    if type(chunk.passage) is int and type(chunk.score) in (float, NoneType) and {*map(type, texts)} == {str}:
+    is_plain = type(chunk.passage) is int and type(chunk.score) in (float, NoneType) and {*map(type, texts)} == {str}
+    if is_plain and SOFT_HYPHEN not in chunk.text and SOFT_HYPHEN not in chunk.title:
         return chunk
     text, uri, title = map(plain_text, texts)
+    text, title = text.replace(SOFT_HYPHEN, ""), title.replace(SOFT_HYPHEN, "")
     score = None if chunk.score is None else float(chunk.score)
     return replace(chunk, text=text, uri=uri, title=title, passage=int(chunk.passage), score=score)
 

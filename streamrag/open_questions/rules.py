@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from streamrag.core.text import STOP_WORDS, WORD
+from streamrag.core.text import STOP_WORDS, words
 from streamrag.support.validation import SecondsOrZero, validated
 
 QuestionRule: TypeAlias = Callable[[str, str], float | None]
@@ -18,7 +18,7 @@ def content_words(text: str) -> frozenset[str]:
     >>> sorted(content_words("How do I cancel a task"))
     ['cancel', 'task']
     """
-    return frozenset(word.casefold() for word in WORD.findall(text)) - STOP_WORDS
+    return frozenset(words(text)) - STOP_WORDS
 
 
 @validated

@@ -69,7 +69,8 @@ class GeneratorSource:
             async for item in items:
                 if isinstance(item, Iterator) or (self._to_event is _ranking and is_lazy(item)):
                     item = await read_in_thread(item, self._threads)
-                yield self._to_event(reader, item)
+                for event in reader.skip_blank(self._to_event(reader, item)):
+                    yield event
 
     @asynccontextmanager
     async def _open(self, query: str) -> AsyncGenerator[AsyncIterable[Any], None]:

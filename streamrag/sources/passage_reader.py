@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 from streamrag.core import Chunk
+from streamrag.core.retrieval import BlankChunks
 from streamrag.errors import SourceError
 from streamrag.support.messages import is_number, is_whole, short_repr
 
@@ -17,11 +18,13 @@ class PassageReader:
     """A converter for the passages that the function `name` returns for one query.
 
     Passages without a number are numbered within their document; equal texts of a document get the same number.
+    `skip_blank` yields an event with a `Skipped` in place of each passage without text, which may be None in a mapping.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._numbers: dict[str, dict[str, int]] = {}
+        self.skip_blank = BlankChunks().skip
 
     def chunk(self, passage: Any) -> Chunk:
         """Convert one passage in a form of `WANTED` to a numbered chunk, or raise SourceError; a Chunk stays as is."""
@@ -32,8 +35,8 @@ class PassageReader:
                 return self._number(Chunk(passage, self.name))
             case (str(text), str(uri)):
                 return self._number(Chunk(text, uri))
-            case Mapping():
-                return self._from_fields(passage, next((passage[key] for key in TEXTS if key in passage), None))
+            case Mapping() if any(key in passage for key in TEXTS):
+                return self._from_fields(passage, text_of(passage))
             case object(page_content=str(text)):
                 return self._from_fields(getattr(passage, "metadata", None) or {}, text)
         raise self._error(passage)
@@ -64,6 +67,11 @@ class PassageReader:
 
     def _error(self, value: Any) -> SourceError:
         return SourceError(f"{self.name} returned {describe_result(value)} among its {WANTED}")
+
+
+def text_of(fields: Mapping[str, Any]) -> Any:
+    """Return the first value of `TEXTS` that is not None, else ""."""
+    return next((fields[key] for key in TEXTS if fields.get(key) is not None), "")
 
 
 def is_collection(value: object) -> TypeGuard[Iterable[Any]]:

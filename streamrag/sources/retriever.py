@@ -14,7 +14,8 @@ MAX_CALLS = 32  # concurrent calls; more queries wait, so that a hanging functio
 
 
 class RetrieverSource:
-    """A source that calls `retrieve(query)` once and yields the returned passages as one `Update`, in their order.
+    """A source that calls `retrieve(query)` once and yields the returned passages as one `Update`, in their order,
+    behind a `Skipped` for each that has no text.
 
     `retrieve` may be async. Otherwise it runs in a thread, where cancelling the query cannot stop it; its result is
     then discarded. Each passage is a `str`, a `Chunk`, a pair (text, uri), a mapping with `text` and optionally `uri`,
@@ -50,7 +51,9 @@ class RetrieverSource:
             raise
         except Exception as error:  # foreign code: any exception means a failed retrieval
             raise SourceError(f"{self.name} failed: {type(error).__name__}: {message_of(error)}") from error
-        yield Update(tuple(map(PassageReader(self.name).chunk, passages)))
+        reader = PassageReader(self.name)
+        for event in reader.skip_blank(Update(tuple(map(reader.chunk, passages)))):
+            yield event
 
     def _check(self, result: Any) -> Iterable[Any]:
         """Return `result` if it may hold passages; raise SourceError for anything else."""

@@ -1,7 +1,9 @@
 """Read files and JSON within limits, and as plain values: reading never imports, calls or downloads anything."""
 
+import codecs
 import errno
 import io
+import itertools
 import json
 import math
 import os
@@ -21,6 +23,7 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 1 << 30  # decompressed bytes of a trace or a result
 MAX_SMALL_FILE_BYTES = 16 << 20  # bytes of a file that a person wrote, or of metadata
 MAX_LINE_BYTES = 16 << 20
+MARKS = codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 MAX_DEPTH = 32  # levels of lists and objects in JSON
 MAX_INTEGER = (1 << 63) - 1  # such as a time in nanoseconds; convertible to a float
 
@@ -114,10 +117,34 @@ def import_zstandard() -> Any:
     return zstandard
 
 
+class MarkedText:
+    """A converter of text to UTF-8 without byte order mark, from UTF-16 if the mark says so, block by block."""
+
+    def __init__(self) -> None:
+        self._beginning: bytes | None = b""
+        self._decoder: codecs.IncrementalDecoder | None = None
+
+    def convert(self, block: bytes, *, is_last: bool = False) -> bytes:
+        """Return the next block, converted; raise ValueError for invalid UTF-16."""
+        if self._beginning is not None:
+            block = self._beginning + block
+            if not is_last and any(mark != block and mark.startswith(block) for mark in MARKS):
+                self._beginning = block
+                return b""
+            self._beginning = None
+            if block.startswith(MARKS[1:]):
+                self._decoder = codecs.getincrementaldecoder("utf-16")()
+            block = block.removeprefix(codecs.BOM_UTF8)
+        return self._decoder.decode(block, is_last).encode() if self._decoder else block
+
+
 def split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines with newlines, which the last may lack; raise ValueError for one of over `MAX_LINE_BYTES`."""
-    line = bytearray()
-    for block in blocks:
+    """Yield lines in UTF-8 without byte order mark; the last may lack its newline.
+
+    Raises ValueError for a line of more than `MAX_LINE_BYTES`, or for invalid UTF-16 behind its mark.
+    """
+    line, text = bytearray(), MarkedText()
+    for block in itertools.chain(map(text.convert, blocks), (text.convert(b"", is_last=True) for _ in range(1))):
         for part in io.BytesIO(block):
             line += part
             if len(line) > MAX_LINE_BYTES:
@@ -141,7 +168,7 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYT
 def parse_json(text: bytes | str) -> Any:
     """Parse JSON of bounded depth and digits, or raise ValueError; lone surrogates become U+FFFD."""
     if isinstance(text, bytes):
-        text = text.decode("utf-8")
+        text = MarkedText().convert(text, is_last=True).decode()
     try:
         value = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=_parse_float)
     except RecursionError:

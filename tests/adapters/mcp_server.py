@@ -1,6 +1,7 @@
 """A real MCP server, as a process: its tools do what each test needs. `mcp_server.py` speaks over stdio,
 `mcp_server.py http` over HTTP, and prints its port."""
 
+import json
 import os
 import signal
 import socket
@@ -52,6 +53,13 @@ def mixed(query: str) -> CallToolResult:
         EmbeddedResource(type="resource", resource=BlobResourceContents(uri="notes://blob", blob="AAAA")),
     ]
     return CallToolResult(content=content)
+
+
+@server.tool()
+def structured(query: str) -> CallToolResult:
+    """Return the content in the query, as JSON, structured."""
+    value = json.loads(query)
+    return CallToolResult(content=[TextContent(type="text", text=query)] if value else [], structured_content=value)
 
 
 @server.tool()

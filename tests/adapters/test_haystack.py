@@ -279,11 +279,11 @@ async def test_a_retriever_is_one_update_and_does_not_block_the_event_loop() -> 
 
 async def test_documents_without_text_are_skipped_and_reported_once() -> None:
     plain = Plain("Oslo")
-    plain.documents.append(Document(id="a picture"))
+    plain.documents += [Document(id="a picture"), Document(id="a blank", content=" \n")]
     source = HaystackSource(plain, rankers=[Reversed()])
     events = [event async for event in source.stream("Where?")]
-    assert [type(event) for event in events] == [Skipped, Update]
-    assert events[0] == Skipped("a picture", "it has no text")
+    assert [type(event) for event in events] == [Skipped, Skipped, Update]
+    assert events[:2] == [Skipped("a picture", "it has no text"), Skipped("a blank", "it has no text")]
 
 
 async def test_members_of_a_multi_retriever_are_updates_of_a_merged_source_which_ends_as_haystack_does() -> None:

@@ -33,7 +33,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from pydantic import BaseModel
 
 from streamrag import Append, Chunk, ConfigurationError, CutShort, Pipeline, Skipped, SourceError, Update
-from streamrag.adapters.langchain import StreamragChatModel, StreamragRetriever, from_langchain
+from streamrag.adapters.langchain import StreamragChatModel, StreamragRetriever, from_langchain, staged_retriever
 from streamrag.core import SamplingParams, SourceEvent
 from streamrag.errors import PipelineClosedError
 from streamrag.testing import ScriptedBackend, ScriptedSource
@@ -668,6 +668,33 @@ async def test_an_ensemble_is_an_update_as_each_member_answers_and_ends_as_its_o
     last = found[-1]
     assert isinstance(last, Update)
     assert [chunk.text for chunk in last.chunks] == [each.page_content for each in whole]
+
+
+async def test_the_same_text_under_two_sources_is_there_once_as_in_an_ensemble_of_langchain() -> None:
+    ensemble_retriever, _ = classic()
+    twin = Chunk(A.text, "https://mirror.example/a", "A copy")
+    for weights in ([0.5, 0.5], [0.1, 0.9]):
+        ensemble = ensemble_retriever(retrievers=[finder(A, B), finder(C, twin, B)], weights=weights)
+        *_, last = await events(ensemble)
+        assert isinstance(last, Update)
+        whole = await ensemble.ainvoke("Why?")
+        assert [(chunk.text, chunk.uri) for chunk in last.chunks] == [
+            (each.page_content, each.metadata["source"]) for each in whole
+        ]
+
+
+async def test_a_document_without_text_is_skipped_from_every_component() -> None:
+    ensemble_retriever, compression_retriever = classic()
+    blank = Chunk(" ", "blank.md")
+    skipped = Skipped("blank.md", "it has no text")
+    ensemble = ensemble_retriever(retrievers=[finder(A, blank)], weights=[1.0])
+    nested = compression_retriever(base_retriever=finder(A, blank), base_compressor=Reversing())
+    for found in (finder(A, blank), lambda query: [document(A), document(blank)], ensemble, nested):
+        seen = await events(found)
+        assert seen[:2] == [skipped, plain(A)]
+        assert seen[2:] == ([Update(())] if found is nested else [])
+    stages = staged_retriever(lambda query: [document(blank)]).source
+    assert [event async for event in stages.stream("Why?")] == [skipped, Update(())]
 
 
 async def test_members_of_an_ensemble_agree_on_documents_that_have_no_source() -> None:

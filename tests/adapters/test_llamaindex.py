@@ -20,7 +20,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.retrievers.fusion_retriever import FUSION_MODES
-from llama_index.core.schema import NodeRelationship, NodeWithScore, QueryBundle, RelatedNodeInfo, TextNode
+from llama_index.core.schema import ImageNode, NodeRelationship, NodeWithScore, QueryBundle, RelatedNodeInfo, TextNode
 from llama_index.core.tools import QueryEngineTool
 
 from streamrag import (
@@ -31,6 +31,7 @@ from streamrag import (
     MissingDependencyError,
     Pipeline,
     PipelineClosedError,
+    Skipped,
     Source,
     SourceError,
     Update,
@@ -342,6 +343,15 @@ async def test_a_node_without_an_address_is_called_by_its_document() -> None:
     [event] = [event async for event in LlamaIndexSource(Plain(first, second)).stream("Where?")]
     assert isinstance(event, Update)
     assert [(chunk.uri, chunk.passage) for chunk in event.chunks] == [("norway", 0), ("norway", 1)]
+
+
+async def test_a_node_without_text_is_skipped() -> None:
+    picture = NodeWithScore(node=ImageNode(image_path="a.png", metadata={"file_name": "a.png"}))
+    source = LlamaIndexSource(Plain(picture, node("Oslo"), node(" ", file_path="blank.txt")))
+    *skipped, update = [event async for event in source.stream("Where?")]
+    assert skipped == [Skipped("a.png", "it has no text"), Skipped("blank.txt", "it has no text")]
+    assert isinstance(update, Update)
+    assert [chunk.text for chunk in update.chunks] == ["Oslo"]
 
 
 async def test_metadata_stand_before_the_text_when_that_is_wanted() -> None:

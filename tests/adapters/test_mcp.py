@@ -106,6 +106,33 @@ async def test_structured_content_keeps_addresses_titles_and_scores(url: str) ->
     assert await asked(url, "one") == [Update((Chunk("all about printer", "one"),))]
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"query": "q", "total": 2, "results": [{"text": "a", "uri": "a.md"}]}, [Update((Chunk("a", "a.md"),))]),
+        (
+            {"results": [{"text": "a"}, {"text": None, "url": "b.md"}, {"id": 3}, {"text": " "}, None]},
+            [
+                Skipped("b.md", "it has no text"),
+                *(3 * [Skipped("structured", "it has no text")]),
+                Update((Chunk("a", "structured"),)),
+            ],
+        ),
+        ({"total": 0, "results": []}, [Update(())]),
+        ({"text": "a", "marks": [{"text": "b"}]}, [Update((Chunk("a", "structured"),))]),
+        (None, [Skipped("structured", "the tool returned nothing")]),
+        ({"one": [{"text": "a"}], "two": [{"text": "b"}]}, None),
+        ({"results": [{"id": 1}]}, None),
+    ],
+)
+async def test_structured_content_may_have_other_fields_and_entries_without_text(
+    value: Any, expected: list[SourceEvent] | None
+) -> None:
+    text = json.dumps(value)
+    found = await asked(STDIO, "structured", text)
+    assert found == (expected or [Update((Chunk(text, "structured"),))])
+
+
 async def test_content_other_than_text_is_skipped_and_reported(url: str) -> None:
     *skipped, update = await asked(url, "mixed", name="notes")
     assert update == Update((Chunk("a text", "notes"), Chunk("a near text", "notes://near")))

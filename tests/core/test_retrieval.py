@@ -193,6 +193,29 @@ async def test_a_source_that_yields_no_event_fails_with_its_fault_named(
         assert source.num_streams == 0
 
 
+async def test_a_chunk_without_text_is_skipped_once_and_no_passage() -> None:
+    blank, invisible, shown = Chunk(" \n", "b.md"), Chunk("\u200b\xad", "c.md", passage=1), Chunk("text", "a.md")
+    given = [Append(blank), Update((blank, shown, invisible)), Update((invisible,)), Append(shown)]
+    assert [event async for event in Retrieval(ScriptedSource(given), "Why?").events()] == [
+        Skipped("b.md", "it has no text"),
+        Skipped("c.md", "it has no text"),
+        Update((shown,)),
+        Update(()),
+        Append(shown),
+    ]
+    async with Pipeline(ScriptedSource([Append(blank)]), ScriptedBackend()) as pipeline:
+        async with pipeline.stream("Why?") as stream:
+            _ = [chunk async for chunk in stream]
+    assert stream.result.citations == ()
+
+
+async def test_a_model_reads_no_soft_hyphens() -> None:
+    hidden = Chunk("Reise\xadkosten", "a\xad.md", "Erstat\xadtung", passage=3)
+    source = ScriptedSource([Append(hidden), Update((hidden,))])
+    plain = Chunk("Reisekosten", "a\xad.md", "Erstattung", passage=3)
+    assert [event async for event in Retrieval(source, "Why?").events()] == [Append(plain), Update((plain,))]
+
+
 async def test_a_stream_that_is_no_iterator_is_named_and_no_coroutine_stays_unawaited() -> None:
     async def coroutine(query: str) -> list[SourceEvent]:
         return [Append(A)]

@@ -38,6 +38,16 @@ async def test_lines_of_a_request_are_answered_while_its_body_still_comes() -> N
     assert served.watcher.ended == [("streams", "answered")]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+async def test_a_stream_may_begin_with_a_byte_order_mark(encoding: str) -> None:
+    lines = [{"type": "open", "query": "Where is Paris?"}, append("Paris is in Île-de-France."), FINISH]
+    body = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(encoding)
+    async with serving() as served:
+        response = await served.http.post("/v1/streams", content=body)
+    assert json.dumps("Île-de-France")[1:-1] in response.text
+    assert '"text":"It is Paris [1]."' in response.text.replace('": ', '":')
+
+
 async def test_events_of_a_growing_context_carry_each_chunk_once() -> None:
     async with serving() as served, raw(served.url) as client:
         await opened(client)

@@ -173,6 +173,11 @@ def test_html_nested_very_deeply_is_read(tmp_path: Path) -> None:
         ("page.txt", "naïve 漢".encode("utf-8-sig")),
         ("page.html", "naïve 漢".encode()),
         ("page.html", '<meta charset="gb18030"><p>naïve 漢'.encode("gb18030")),
+        ("page.txt", b"\xfe\xff" + "naïve 漢".encode("utf-16-be")),
+        ("page.txt", "na\xadïve 漢\ufeff".encode()),
+        ("page.html", "<p>na&shy;ïve 漢".encode()),
+        ("page.html", '<meta charset="gb2312"><p>naïve 漢'.encode("gb18030")),
+        ("page.xhtml", '<?xml version="1.0" encoding="gb2312"?><p>naïve 漢</p>'.encode("gb18030")),
         ("page.html", '<?xml version="1.0" encoding="utf-8"?><html><body>naïve 漢</body></html>'.encode()),
     ],
 )

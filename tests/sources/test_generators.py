@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from streamrag import Append, Chunk, Pipeline, RetrieverSource, Source, Update, from_passages, from_rankings
+from streamrag import Append, Chunk, Pipeline, RetrieverSource, Skipped, Source, Update, from_passages, from_rankings
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.sources.retriever import MAX_CALLS
@@ -66,6 +66,22 @@ async def events(source: Source) -> list[SourceEvent]:
 )
 async def test_each_passage_is_an_append(find: Any) -> None:
     assert await events(from_passages(find, name="NAME")) == [Append(chunk) for chunk in CHUNKS]
+
+
+async def test_a_passage_without_text_is_skipped() -> None:
+    def find(query: str) -> Iterator[Any]:
+        yield from ("one", (" ", "a.md"), {"content": None, "uri": "b.md"}, "two")
+
+    assert await events(from_passages(find, name="found")) == [
+        Append(Chunk("one", "found")),
+        Skipped("a.md", "it has no text"),
+        Skipped("b.md", "it has no text"),
+        Append(Chunk("two", "found", passage=1)),
+    ]
+    assert await events(from_rankings(lambda query: iter([["", "one"], ["one", ""]]), name="found")) == [
+        Skipped("found", "it has no text"),
+        *2 * [Update((Chunk("one", "found", passage=1),))],
+    ]
 
 
 async def test_each_ranking_is_an_update_and_a_passage_keeps_its_number() -> None:

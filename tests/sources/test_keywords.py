@@ -25,6 +25,7 @@ TEXTS = [
     "自転車のブレーキを交換する",
     "Brake gently. " * 300,
     "",
+    "Reise\xadkosten\xaderstattung in Zu\u0308rich für misﬁts, كِتَاب",
 ]
 
 
@@ -56,6 +57,11 @@ def broken(folder: Path, tmp_path: Path) -> Path:
         ("ブレーキ", [4]),
         ("CAFÉ", [3]),
         ("title2", [2]),
+        ("Reisekostenerstattung", [7]),
+        ("ZÜRICH", [7]),
+        ("rich", []),
+        ("ｍｉｓｆｉｔｓ", [7]),
+        ("كتاب", [7]),
         ("nothing like it", []),
         ("", []),
         ("🙂", []),
@@ -132,7 +138,7 @@ BRAKE = "UPDATE postings SET {} WHERE term = 'brake'"
         (lambda folder: rewrite(folder, "DROP TABLE postings"), "its tables have another schema"),
         (lambda folder: rewrite(folder, "CREATE VIEW more AS SELECT 1"), "its tables have another schema"),
         (lambda folder: rewrite(folder, "DELETE FROM lengths"), "NoneType"),
-        (lambda folder: rewrite(folder, "UPDATE lengths SET lengths = ?", b"\1\0"), "has 1 passages, not 7"),
+        (lambda folder: rewrite(folder, "UPDATE lengths SET lengths = ?", b"\1\0"), "has 1 passages, not 8"),
         (lambda folder: rewrite(folder, "UPDATE lengths SET lengths = ?", b"\1" * 15), "buffer size"),
         (lambda folder: rewrite(folder, "UPDATE lengths SET lengths = 'text'"), "bytes-like"),
         (lambda folder: rewrite(folder, BRAKE.format("ids = ?"), b"\xff" * 8), "no lists of passages"),
@@ -151,7 +157,7 @@ def test_a_damaged_keyword_index_is_corrupt(broken: Path, damage: object, messag
 
 
 def test_an_index_that_claims_two_billion_passages_is_corrupt(folder: Path) -> None:
-    with pytest.raises(IndexCorruptError, match="has 7 passages, not 2147483647"):
+    with pytest.raises(IndexCorruptError, match="has 8 passages, not 2147483647"):
         KeywordIndex(folder, (1 << 31) - 1)
 
 

@@ -327,3 +327,53 @@ async def test_blanks_between_words_stay_where_elements_go(cleaner: WorkerPool) 
 @pytest.mark.parametrize("charset", ["punycode", "idna", "unicode_escape", "utf-7", "rot13", "zlib", "undefined"])
 async def test_codecs_that_are_no_charset_of_pages_are_not_used(cleaner: WorkerPool, charset: str) -> None:
     assert await text_of(cleaner, "<p>Grüße \\u0041 +AEE-</p>", charset=charset) == "Grüße \\u0041 +AEE-"
+
+
+@pytest.mark.parametrize(
+    ("body", "charset", "expected"),
+    [
+        ('<meta charset="gb2312"><p>朱镕基'.encode("gb18030"), "", "朱镕基"),
+        ("<p>髙島屋".encode("cp932"), "x-sjis", "髙島屋"),
+        ('<?xml version="1.0" encoding="euc-jp"?><html><body><p>日本'.encode("euc-jp"), "", "日本"),
+    ],
+)
+async def test_charsets_are_those_of_browsers(cleaner: WorkerPool, body: bytes, charset: str, expected: str) -> None:
+    assert await text_of(cleaner, body, charset=charset) == expected
+
+
+@pytest.mark.parametrize(
+    ("html", "query"),
+    [
+        ("Reise&shy;kosten&shy;erstattung", "Reisekostenerstattung"),
+        ("Donau&ZeroWidthSpace;dampf", "Donaudampf"),
+        ("Donau&NoBreak;dampf", "donaudampf"),
+        ("Zu\u0308rich", "Zürich"),
+        ("Ｚürich", "ZÜRICH"),
+        ("misﬁts", "misfits"),
+        ("كِتَاب", "كتاب"),
+    ],
+)
+async def test_a_page_is_found_whatever_characters_its_words_are_written_with(
+    cleaner: WorkerPool, html: str, query: str
+) -> None:
+    page = f"<h1>A page</h1><p>All of it is about {html}.</p>"
+    assert (await clean(cleaner, page, query))["passages"]
+    assert not (await clean(cleaner, "<p>All of it is about the rich.</p>", query))["passages"]
+
+
+async def test_a_question_in_hindi_does_not_match_every_hindi_page(cleaner: WorkerPool) -> None:
+    about_oslo = "<p>ओस्लो नॉर्वे की राजधानी है और यह देश का सबसे बड़ा नगर भी है।</p>"
+    about_apples = "<p>सेब का पेड़ ठंडे प्रदेशों में होता है और उसके फल को लोग खाते हैं।</p>"
+    question = "नॉर्वे की राजधानी क्या है और वह कहाँ है?"
+    assert (await clean(cleaner, about_oslo, question))["passages"]
+    assert not (await clean(cleaner, about_apples, question))["passages"]
+
+
+async def test_the_model_reads_no_soft_hyphens(cleaner: WorkerPool) -> None:
+    answer = await clean(cleaner, "<title>Reise&shy;kosten</title><p>Er&shy;stat&#8203;tung می&zwnj;خواهم</p>")
+    assert (answer["title"], text(answer)) == ("Reisekosten", "Erstattung می\u200cخواهم")
+
+
+async def test_links_with_letters_of_the_query_in_their_path_come_first(cleaner: WorkerPool) -> None:
+    page = "<p>x <a href='/a'>one</a> <a href='/Z%C3%BCrich'>two</a></p>"
+    assert (await clean(cleaner, page, "Zürich"))["links"][0].endswith("/Z%C3%BCrich")

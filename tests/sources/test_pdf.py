@@ -10,7 +10,7 @@ import pytest
 from pypdf.generic import DecodedStreamObject, NameObject, NumberObject
 
 from streamrag.sources.workers import pdf as pdf_module
-from streamrag.sources.workers.pdf import PdfText, UnusablePdfError, pdf_worker, read_pdf
+from streamrag.sources.workers.pdf import PdfText, UnusablePdfError, _paragraphs, pdf_worker, read_pdf
 
 SENTENCE = "Penguins swim with their wings, and steer with their feet. "
 
@@ -52,6 +52,12 @@ def test_words_that_are_broken_at_the_end_of_a_line_are_whole() -> None:
         read(pdf("Penguins are swim-\nming birds of 2020-\n2024.")).text
         == "Penguins are swimming birds of 2020-\n2024."
     )
+
+
+def test_ligatures_and_soft_hyphens_of_a_pdf_are_letters_and_whole_words() -> None:
+    assert _paragraphs("misﬁts and eﬄuents\nReise\xad\nkosten and Reise\u2010\nzeit") == [
+        "misfits and effluents\nReisekosten and Reisezeit"
+    ]
 
 
 def test_text_pages_and_time_are_bounded_and_what_was_read_is_kept() -> None:

@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from streamrag.core import Chunk, SourceEvent, Update
+from streamrag.core import Chunk, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, UnreachableError
 from streamrag.pipeline import Pipeline
 from streamrag.sources.retriever import RetrieverSource
@@ -152,6 +152,17 @@ async def test_errors_of_our_own_stay_what_they_are() -> None:
 
     with pytest.raises(UnreachableError, match="nobody answers"):
         await events(RetrieverSource(unreachable))
+
+
+@pytest.mark.parametrize("text", ["", " \n\t", "\u200b", None])
+async def test_a_passage_without_text_is_skipped_and_the_others_are_used(text: str | None) -> None:
+    rows = [{"text": text, "uri": "a.png"}, {"text": None, "content": "text", "uri": "b.md"}]
+    assert await events(RetrieverSource(lambda query: rows)) == [
+        Skipped("a.png", "it has no text"),
+        Update((Chunk("text", "b.md"),)),
+    ]
+    documents = [Document(text or "", {"source": "c.md"})]
+    assert await events(RetrieverSource(lambda query: documents)) == [Skipped("c.md", "it has no text"), Update(())]
 
 
 def test_a_retriever_that_cannot_be_called_is_refused() -> None:

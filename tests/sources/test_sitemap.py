@@ -118,3 +118,36 @@ def test_many_addresses_and_deep_files_are_bounded() -> None:
     find(b"<urlset>" + b"<url " + b"".join(b'a%d="" ' % i for i in range(50_000)) + b"/></urlset>")
     find(b"<urlset><url><loc>" + b"penguins" * 500_000)
     find(b"\n" * 4_000_000)
+
+
+RSS = """<?xml version="1.0"?><rss version="2.0" xmlns:atom="http://www.w3.org/2005/Atom"><channel><title>Birds</title>
+<link>http://docs.example/</link><item>
+<atom:link href="http://docs.example/x" rel="self"/><title>How penguins swim</title><link>http://docs.example/1</link></item><item><title>Other</title><link>/other</link></item></channel></rss>"""
+ATOM = """<feed xmlns="http://www.w3.org/2005/Atom"><link href="http://docs.example/"/><entry>
+<title>Penguins swim</title><link rel="edit" href="http://docs.example/edit"/><link href="http://docs.example/1"/></entry></feed>"""
+
+
+@pytest.mark.parametrize("body", [RSS, ATOM])
+def test_entries_of_a_feed_are_pages_and_their_titles_count(body: str) -> None:
+    assert find(body.encode()) == SitemapUrls(["http://docs.example/1"], [], is_cut=False)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_a_sitemap_may_begin_with_a_byte_order_mark(encoding: str) -> None:
+    assert find(PAGES.decode().replace("UTF-8", "UTF-16").encode(encoding)).pages == FOUND
+
+
+@pytest.mark.parametrize(
+    ("body", "other"),
+    [
+        (b"<!doctype html><p>Not found", "text/html"),
+        (b"<p>Not found", "text/html"),
+        (b"Not found", "text without addresses"),
+        (b'<?xml version="1.0"?><catalog/>', "XML with <catalog>"),
+        (b'<?xml version="1.0"?><!-- <html> --><urlset/>', ""),
+        (b"<?a?>" * 10_000, "text/html"),
+        (b"", ""),
+    ],
+)
+def test_a_file_that_is_no_sitemap_says_what_it_is(body: bytes, other: str) -> None:
+    assert find(body) == SitemapUrls([], [], is_cut=False, no_sitemap=other)

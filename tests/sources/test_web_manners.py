@@ -416,3 +416,65 @@ async def test_pages_of_sitemaps_count_though_another_sitemap_is_unreachable(sit
     events = await crawl(new(sitemaps=True))
     assert sorted(paths(events)) == ["/", "/penguins/adelie", "/penguins/king"]
     assert "cannot be reached" in reasons(events)["/b.xml"]
+
+
+@pytest.mark.parametrize("content_type", ["text/html", "application/octet-stream", "binary/octet-stream", None])
+async def test_a_sitemap_is_recognised_by_its_content(site: Website, new: NewSource, content_type: str | None) -> None:
+    body = f"<urlset><url><loc>{site.url('/penguins/king')}</loc></url></urlset>".encode()
+    site.add("/robots.txt", f"Sitemap: {site.url('/map')}")
+    site.add("/map", gzip.compress(body), content_type=content_type)
+    site.add("/", text("Emperor"))
+    site.add("/penguins/king", text("King"))
+    assert set(paths(await crawl(new(sitemaps=True)))) == {"/", "/penguins/king"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        '<meta http-equiv="refresh" content="0; url=/docs/">',
+        "<meta http-equiv=Refresh content=\"1;URL='/docs/'\"><title>Moved</title><p>Redirecting</p>",
+        '<frameset cols="20%,*"><frame src="/docs/"></frameset>',
+        '<body><iframe src="/docs/"></iframe></body>',
+    ],
+)
+async def test_a_start_page_that_only_leads_on_is_followed_like_a_redirect(
+    site: Website, new: NewSource, page: str
+) -> None:
+    site.add("/", page)
+    site.add("/docs/", text("Emperor"))
+    events = await crawl(new(max_depth=0, max_pages=1))
+    assert paths(events) == ["/docs/"]
+    assert reasons(events)["/"].endswith(f"; it leads on to {site.url('/docs/')}")
+
+
+async def test_the_header_refresh_is_followed(site: Website, new: NewSource) -> None:
+    site.add("/", "<p></p>", headers={"Refresh": "0; url=/docs/"})
+    site.add("/docs/", text("Emperor"))
+    assert paths(await crawl(new(max_depth=0))) == ["/docs/"]
+
+
+async def test_refreshes_without_end_are_followed_as_often_as_redirects(site: Website, new: NewSource) -> None:
+    for i in range(20):
+        site.add("/" if i == 0 else f"/{i}", f'<meta http-equiv="refresh" content="0; url=/{i + 1}">')
+    await crawl(new(max_depth=0))
+    assert site.paths == ["/", "/1", "/2", "/3", "/4", "/5"]
+
+
+async def test_a_refresh_leads_to_no_other_host_and_no_unsafe_address(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/away", "/late", "/unsafe"))
+    elsewhere = site.url("/x", host="localhost")
+    site.add("/away", f'<meta http-equiv="refresh" content="0; url={elsewhere}">')
+    site.add("/late", '<meta http-equiv="refresh" content="300; url=/x">')
+    site.add("/unsafe", '<meta http-equiv="refresh" content="0; url=file:///etc/passwd">')
+    site.add("/x", text("King"))
+    assert paths(await crawl(new())) == ["/"]
+    assert "/x" not in site.paths
+
+
+async def test_areas_backslashes_and_escapes_of_tildes_are_links_to_one_page(site: Website, new: NewSource) -> None:
+    page = text("Emperor", "/%7Eking/", "/~king/", "/%7eking/", "\\adelie\\page")
+    site.add("/", page + '<map><area href="/gentoo" alt="Gentoo"></map>')
+    for path in ("/~king/", "/adelie/page", "/gentoo"):
+        site.add(path, text(path))
+    assert sorted(paths(await crawl(new()))) == ["/", "/adelie/page", "/gentoo", "/~king/"]
+    assert len(site.paths) == 4

@@ -84,6 +84,26 @@ def test_a_file_has_a_number_of_bytes_that_it_may_not_exceed(tmp_path: Path) -> 
         read_bytes(path, MIB)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+def test_lines_have_no_byte_order_mark_and_are_in_utf_8(encoding: str, size: int) -> None:
+    text = ("\ufeff" * (encoding == "utf-16-be") + "größer\n\ufeffwords").encode(encoding)
+    blocks = [text[i : i + size] for i in range(0, len(text), size)]
+    assert b"".join(split_lines(blocks)).decode() == "größer\n\ufeffwords"
+
+
+def test_the_beginning_of_a_byte_order_mark_alone_is_text() -> None:
+    assert list(split_lines([b"\xef"])) == [b"\xef"]
+    assert list(split_lines([b"\xef\xbb", b"x"])) == [b"\xef\xbbx"]
+    with pytest.raises(ValueError, match="truncated data"):
+        list(split_lines([b"\xff\xfea"]))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_json_may_begin_with_a_byte_order_mark(encoding: str) -> None:
+    assert parse_json('["ä"]'.encode(encoding)) == ["ä"]
+
+
 def test_lines_are_joined_across_blocks() -> None:
     assert list(split_lines([b"a", b"b\nc", b"\n\nd"])) == [b"ab\n", b"c\n", b"\n", b"d"]
 

@@ -14,6 +14,7 @@ from typing import Any
 from streamrag.adapters.langchain.retriever import StreamragRetriever
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update
 from streamrag.core.retrieval import closing
+from streamrag.core.text import is_blank
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.sources.fusion import RRF_K
@@ -108,7 +109,8 @@ class StagedSource:
                     errors.append(error)
                     yield skip_failed(stage, error)
                 else:
-                    yield update
+                    for event in found.skip_blank(update):
+                        yield event
         finally:
             await cancel_and_wait(list(searches.values()))
         if len(errors) == len(self._stages):
@@ -168,9 +170,11 @@ class LangchainSource:
 
         :raises SourceError: the component did not return documents. Errors of LangChain are raised unchanged.
         """
-        async with aclosing(_Query(query, self.name, self._retrievers).events(self._found_by)) as events:
+        found = _Query(query, self.name, self._retrievers)
+        async with aclosing(found.events(self._found_by)) as events:
             async for event in events:
-                yield event
+                for each in found.skip_blank(event):
+                    yield each
 
 
 class _Retrievers:
@@ -214,6 +218,7 @@ class _Query:
         self._retrievers = retrievers
         self._reader = PassageReader(name)
         self._documents: dict[Chunk, Any] = {}
+        self.skip_blank = self._reader.skip_blank
 
     async def events(self, found_by: Any) -> AsyncGenerator[SourceEvent, None]:
         """Yield the events of a component by the method for its kind (`_kind`); raise SourceError if there is none."""
@@ -230,16 +235,42 @@ class _Query:
                 yield Append(self._chunk(document))
 
     async def ask_members(self, ensemble: Any) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events of an ensemble's members, run concurrently, fused by a `MergedSource` with its weights."""
+        """Yield the events of an ensemble's members, run concurrently, fused by a `MergedSource` with its weights.
+
+        The same text is there once. The last list is the ensemble's own, computed from the members' last lists.
+        """
+        found = [Context() for _ in ensemble.retrievers]
         members: list[Any] = [
-            SimpleNamespace(name=type(each).__name__, stream=lambda _, each=each: self.events(each))
-            for each in ensemble.retrievers
+            SimpleNamespace(
+                name=type(each).__name__, stream=lambda _, number=number: self._member(ensemble, number, found)
+            )
+            for number, each in enumerate(ensemble.retrievers)
         ]
         merged = MergedSource(
             *members, weights=ensemble.weights, k=getattr(ensemble, "c", RRF_K), name=self._reader.name
         )
+        last: list[str] = []
         async with aclosing(merged.stream(self._text)) as events:
             async for event in events:
+                if isinstance(event, Update):
+                    by_text: dict[str, Chunk] = {}
+                    for chunk in event.chunks:
+                        by_text.setdefault(chunk.text, chunk)
+                    event, last = replace(event, chunks=tuple(by_text.values())), list(by_text)
+                yield event
+        fuse = getattr(ensemble, "weighted_reciprocal_rank", None)
+        if fuse and last:
+            update = self.update(fuse([list(map(self._document, chunks)) for chunks in found]))
+            shown = tuple(chunk for chunk in update.chunks if not is_blank(chunk.text))
+            if [chunk.text for chunk in shown] != last:
+                yield Update(shown)
+
+    async def _member(self, ensemble: Any, number: int, found: list[Context]) -> AsyncGenerator[SourceEvent, None]:
+        """Yield the events of a member, and keep its context in `found`."""
+        async with aclosing(self.events(ensemble.retrievers[number])) as events:
+            async for event in events:
+                if isinstance(event, Append | Update):
+                    found[number] = found[number].with_chunks(UpdateMode().fold(found[number], event))
                 yield event
 
     async def compress(self, retriever: Any) -> AsyncGenerator[SourceEvent, None]:
@@ -251,7 +282,7 @@ class _Query:
                     chunks = chunks.with_chunks(UpdateMode().fold(chunks, event))
                 yield event
         if chunks:
-            documents = [self._documents[replace(chunk, score=None)] for chunk in chunks]
+            documents = list(map(self._document, chunks))
             yield self.update(await retriever.base_compressor.acompress_documents(documents, self._text))
 
     async def ask(self, retriever: Any) -> AsyncGenerator[SourceEvent, None]:
@@ -272,6 +303,9 @@ class _Query:
         if not isinstance(documents, list | tuple):
             raise SourceError(f"{self._reader.name} returned {type_name(documents)} instead of a list of documents")
         return Update(tuple(map(self._chunk, documents)))
+
+    def _document(self, chunk: Chunk) -> Any:
+        return self._documents[replace(chunk, score=None)]
 
     def _chunk(self, document: Any) -> Chunk:
         """Return a document's chunk, with `relevance_score` if it has no score; keep the document for a compressor."""

@@ -15,6 +15,8 @@ import httpx2
 from mcp.types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
 from pydantic import ValidationError
 
+from streamrag.support.bounded_reading import MarkedText
+
 MAX_VALUES = 1 << 16  # maximum number of values in an HTTP message; parsing each takes memory and time
 MAX_OPEN_REQUESTS = 64  # maximum number of the server's open requests; it may not read our answers
 MAX_ASKED = 10_000  # maximum number of our requests to remember; some are never answered
@@ -172,7 +174,7 @@ class BoundedTransport(httpx2.AsyncBaseTransport):
         """Send the request; return the response. Reading its body raises StreamError or SSEError beyond the limits."""
         response = await self._transport.handle_async_request(request)
         response.headers.pop("content-encoding", None)
-        response.encoding = "utf-8"
+        response.encoding = "utf-8-sig"
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         is_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
         response.stream = (_BoundedEvents if is_stream else _BoundedBody)(response.stream, self._max_bytes)
@@ -190,12 +192,12 @@ class _BoundedBody(httpx2.AsyncByteStream):
         self._max_bytes = max_bytes
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yield the pieces; raise StreamError beyond `max_bytes`, and at the end for too many values."""
-        whole = bytearray()
+        """Yield the text's pieces; raise StreamError beyond `max_bytes`, and at the end for too many values."""
+        whole, text = bytearray(), MarkedText()
         async for piece in self._body:
             whole += piece
             self._check_length(whole)
-            yield piece
+            yield text.convert(piece)
             await asyncio.sleep(0)  # one read from the socket may hold 10,000 pieces
         if _has_too_many_values(whole):
             raise httpx2.StreamError(f"more than {MAX_VALUES:,} values in one answer")

@@ -11,9 +11,11 @@ import anyio.to_thread
 
 from streamrag.core import Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.core.lifecycle import started_once
+from streamrag.core.retrieval import BlankChunks
+from streamrag.core.text import is_blank
 from streamrag.display_text import excerpt
 from streamrag.errors import ConfigurationError, SourceError, require_modules
-from streamrag.sources.passage_reader import TEXTS, PassageReader
+from streamrag.sources.passage_reader import URIS, PassageReader, text_of
 from streamrag.support.messages import short_repr
 from streamrag.support.validation import Count, Seconds, SecondsOrZero, validated
 
@@ -83,7 +85,7 @@ class _McpSource:
 class McpToolSource(_McpSource):
     """A source that calls a tool of an MCP server with the query, and yields the results as one `Update`.
 
-    If the structured content is, or contains, a list of mappings with `text`, these are passages as for
+    If the structured content is, or has among its fields, one list of mappings with `text`, these are passages as for
     `RetrieverSource`. Otherwise each text and each embedded text resource of the result is a passage. Other content is
     skipped, and reported.
 
@@ -130,7 +132,8 @@ class McpToolSource(_McpSource):
         """Call the tool, and yield its passages as one `Update`, which may be empty.
 
         The passages come from the user's function `passages`, if there is one, or else from structured content. If that
-        gives None, each part with text is a passage, and each other part is a `Skipped` before the update.
+        gives None, each part is a passage. What has no text is a `Skipped` before the update; an empty result is one
+        instead of it.
 
         :raises SourceError: the tool or server failed or did not answer in time, or the source is not started.
         """
@@ -142,15 +145,19 @@ class McpToolSource(_McpSource):
             texts = " ".join(getattr(content, "text", "") for content in result.content)
             raise SourceError(f"the tool {self._tool} failed: {excerpt(texts) or 'without a reason'}")
         reader = PassageReader(self.name)
-        found = self._passages(result) if self._passages else _structured(result.structured_content)
-        chunks = None if found is None else tuple(map(reader.chunk, found))
-        if chunks is None:
-            read = [_content(content, self.name) for content in result.content]
-            for skipped in read:
-                if isinstance(skipped, Skipped):
-                    yield skipped
-            chunks = tuple(reader.chunk(passage) for passage in read if not isinstance(passage, Skipped))
-        yield Update(chunks)
+        found = self._passages(result) if self._passages else _structured(result.structured_content, self.name)
+        if found is None:
+            found = [_content(content, self.name) for content in result.content]
+            if not found:
+                yield Skipped(self.name, "the tool returned nothing")
+                return
+        passages = list(found)
+        for skipped in passages:
+            if isinstance(skipped, Skipped):
+                yield skipped
+        chunks = tuple(reader.chunk(passage) for passage in passages if not isinstance(passage, Skipped))
+        for event in reader.skip_blank(Update(chunks)):
+            yield event
 
     async def _check(self, client: "Client") -> None:
         """Raise ConfigurationError if the server lists no such tool, or the tool's arguments, if listed, lack ours."""
@@ -233,8 +240,10 @@ class McpResourceSource(_McpSource):
             end_s = asyncio.get_running_loop().time() + self._watch_s
             known: dict[str, tuple[Chunk, ...]] = {}
             reasons: list[str] = []
+            blank_chunks = BlankChunks()
             for uri in uris:
-                yield await self._event(client, uri, uris, known, reasons)
+                for event in blank_chunks.skip(await self._event(client, uri, uris, known, reasons)):
+                    yield event
             if not known:
                 raise SourceError(f"{self.name}: no resource can be read: {reasons[0]}")
             while changes is not None:
@@ -249,7 +258,8 @@ class McpResourceSource(_McpSource):
                         before = known.get(uri)
                         event = await self._event(client, uri, uris, known, reasons)
                         if isinstance(event, Skipped) or known.get(uri) != before:
-                            yield event
+                            for each in blank_chunks.skip(event):
+                                yield each
 
     async def _next(self, changes: AsyncIterator[str], end_s: float) -> str | CutShort | None:
         """Return the next changed resource; None at the end of the watch, or if the server closes it in order.
@@ -302,23 +312,31 @@ class McpResourceSource(_McpSource):
         return tuple(Chunk(content.text, uri, passage=number) for number, content in enumerate(texts))
 
 
-def _structured(value: Any) -> list[Any] | None:
-    """Return a mapping with a text as a list of one, or a list of such mappings as it is; None for any other value.
+def _structured(value: Any, name: str) -> list[Any] | None:
+    """Return a mapping with text, or the one list of such mappings that `value` is or has among its fields, with a
+    `Skipped` for each entry without text; None for any other value.
 
-    The list may also be the only value of a mapping.
+    The only list of a value without text may also be empty.
     """
-    if isinstance(value, Mapping) and len(value) == 1:
-        (inner,) = value.values()
-        value = inner if isinstance(inner, list) else value
-    found = [value] if isinstance(value, Mapping) else value
-    if not isinstance(found, list):
+    if isinstance(value, Mapping):
+        if _has_text(value):
+            return [value]
+        lists = [field for field in value.values() if isinstance(field, list)]
+        found = [field for field in lists if any(map(_has_text, field))] or lists
+        value = found[0] if len(found) == 1 else None
+    if not isinstance(value, list) or (value and not any(map(_has_text, value))):
         return None
-    is_read = all(isinstance(entry, Mapping) and isinstance(_text(entry), str) for entry in found)
-    return found if is_read else None
+    return [entry if _has_text(entry) else Skipped(_uri(entry) or name, "it has no text") for entry in value]
 
 
-def _text(entry: Mapping[str, Any]) -> Any:
-    return next((entry[key] for key in TEXTS if key in entry), None)
+def _has_text(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and isinstance(text := text_of(entry), str) and not is_blank(text)
+
+
+def _uri(entry: Any) -> str:
+    """Return an entry's address, or "" if it has none."""
+    fields = entry if isinstance(entry, Mapping) else {}
+    return next((str(fields[key]) for key in URIS if fields.get(key)), "")
 
 
 def _content(content: Any, name: str) -> Any:

@@ -118,7 +118,7 @@ class Server:
                 if coding != "identity":
                     raise ServerError(f"{self.url} sent a response in the unsupported encoding {clean(coding)}")
                 bound_body(response, bounds if response.status_code == 200 else Bounds(bounds.max_bytes))
-                response.encoding = "utf-8"  # ignore the server's: some Python codecs decompress
+                response.encoding = "utf-8-sig"  # ignore the server's: some Python codecs decompress
                 if response.status_code != 200:
                     error = RequestRejectedError if response.status_code in REFUSALS else ServerError
                     async with asyncio.timeout(self._timeout_s):

@@ -151,7 +151,7 @@ def _read_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
             content = opened.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"has more than {MAX_FILE_BYTES:,} bytes")
-        values = tomllib.loads(text := content.decode())
+        values = tomllib.loads(text := content.decode("utf-8-sig"))
     except OSError as error:
         loaded.problems.append(Problem(str(file), f"cannot be read: {error.strerror or error}"))
         return

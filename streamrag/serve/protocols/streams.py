@@ -30,6 +30,7 @@ from streamrag.serve.failures import RequestError
 from streamrag.serve.protocols.ask import QueryRequest
 from streamrag.serve.protocols.event_encoder import respond_with_events, write_events
 from streamrag.serve.service import Service
+from streamrag.support.bounded_reading import MarkedText
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.trace.events import EventLine, LineCodec, LineError
 
@@ -117,6 +118,7 @@ class StreamBody:
         self._finishes_at_end = False
         self._is_finished = False
         self._num_lines = 0
+        self._text = MarkedText()
 
     async def wait_until_left(self) -> Message:
         """Wait until the client has left: an ASGI `receive`."""
@@ -194,11 +196,15 @@ class StreamBody:
         while True:
             message = await self._message()
             num_before = len(unread)
-            unread += message.get("body", b"")
+            is_last = self._has_left.is_set() or not message.get("more_body", False)
+            try:
+                unread += self._text.convert(message.get("body", b""), is_last=is_last)
+            except ValueError as error:
+                raise bad_line(self._num_lines + 1, f"it is not UTF-16, as its byte order mark says: {error}") from None
             if len(unread) - 1 - unread.rfind(b"\n") > most:
                 number = self._num_lines + unread.count(b"\n") + 1
                 raise bad_line(number, f"it has more than {most:,} bytes, which is the most", status=413)
-            if self._has_left.is_set() or not message.get("more_body", False):
+            if is_last:
                 return True
             if b"\n" in unread[num_before:]:
                 return False

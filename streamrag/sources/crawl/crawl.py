@@ -129,7 +129,7 @@ class Crawl:
         except WorkerError:
             raise
         except (UnsafeUrlError, UnreachableError) as error:
-            if target.depth == 0:
+            if target.url in self._start_errors:
                 if isinstance(error, UnsafeUrlError) and not self._may_be_unsafe:
                     raise
                 self._start_errors[target.url] = error
@@ -143,8 +143,13 @@ class Crawl:
         except Exception as error:  # one page, which may be hostile, must not end the crawl
             return Skipped(target.url, f"it cannot be fetched: {type(error).__name__}: {error}"[:MAX_REASON_CHARS])
         self._num_truncated += page.is_cut
+        event = self._to_event(page)
+        if page.forwards and isinstance(event, Skipped):
+            self._frontier.free_place(target)
+            event = Skipped(page.url, f"{event.reason}; it leads on to {page.forwards[0]}")
+        self._follow(self._frontier.choose_forwards(target, page.forwards))
         self._follow(self._frontier.choose(page.links, target.depth + 1))
-        return self._to_event(page)
+        return event
 
     def _to_event(self, page: CleanedPage) -> SourceEvent:
         """Return an Append of what no earlier page had, with a Hint of the pages to come; a Skipped if nothing is left.

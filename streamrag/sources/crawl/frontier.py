@@ -10,6 +10,7 @@ from streamrag.sources.http.page import UnusablePageError
 from streamrag.sources.http.urls import normalize_url
 
 MAX_COSTLY_PAGES = 2  # costly pages of one host before the crawl abandons the host
+MAX_FORWARDS = 5  # pages, one after another, that send their reader on
 MAX_WAITING = 1000  # links that wait for a place, which a disallowed page may free
 MAX_DISALLOWED = 100  # pages disallowed by robots.txt that do not count towards `max_pages`
 
@@ -18,6 +19,7 @@ class Target(NamedTuple):
     url: str
     depth: int  # number of links from a start URL, which has 0
     is_sitemaps: bool = False  # whether the target is not a page, but the sitemaps of the host with the origin `url`
+    num_forwards: int = 0  # number of pages that sent their reader on to this one, one after another
 
     @property
     def host(self) -> str:
@@ -87,6 +89,17 @@ class Frontier:
                 else:
                     self._visited.add(url)
                     self._waiting.append(Target(url, depth))
+
+    def choose_forwards(self, target: Target, urls: Iterable[str]) -> Iterator[Target]:
+        """Yield the pages to which `target` sends its reader, as `choose` does, but like redirects.
+
+        They have the depth of `target`, and a start page may lead to a new host.
+        """
+        for url in urls if target.num_forwards < MAX_FORWARDS else ():
+            if target.depth == 0 and normalize_url(url) == url:
+                self._start_hosts.add(urlsplit(url).netloc)
+            for forward in self.choose([url], target.depth):
+                yield forward._replace(num_forwards=target.num_forwards + 1)
 
     def choose_first(self, links: Iterable[str], depth: int) -> Iterator[Target]:
         """Like `choose`, but queue links without a place in front of those that are already waiting."""

@@ -31,14 +31,8 @@ from streamrag.sources.workers.pool import (
 )
 from streamrag.trace_context import trace_headers
 
-XML = "application/xml", "text/xml", "application/rss+xml"
-GZIP = "application/gzip", "application/x-gzip", "application/octet-stream"
-SITEMAPS = ContentRules(
-    dict.fromkeys((*XML, *GZIP, "text/plain"), "xml"),
-    "application/xml, text/xml, application/gzip",
-    "a sitemap",
-    is_lenient=True,
-)
+SITEMAPS = ContentRules(None, "application/xml, text/xml, application/gzip", is_lenient=True)
+"""Any media type: the content decides whether it is a sitemap."""
 
 MAX_LOOKUPS = 4  # names that one crawl resolves concurrently
 
@@ -130,7 +124,7 @@ class PageReader:
                 raise UnusablePageError(f"it redirects to another host: {redirected_to}")
 
         await self._check_robots(url)
-        page = await self._fetcher.fetch(url, check, SITEMAPS)
+        page = replace(await self._fetcher.fetch(url, check, SITEMAPS), kind="xml")
         return await self._clean(SITEMAP_ANSWER, page), self.options.max_body_bytes if page.is_cut else None
 
     async def _check_robots(self, url: str) -> None:
@@ -174,6 +168,7 @@ class PageReader:
         """
         options = self.options
         job = {"url": page.url, "kind": page.kind, "charset": page.charset, "is_cut": page.is_cut}
+        job |= {"refresh": page.refresh}
         job |= {"query": self.query, "max_chars": options.max_page_chars}
         # A browser may take page_timeout_s to fetch the page, before the worker reads it.
         timeout_s = options.page_timeout_s * (2 if page.kind == "browser" else 1)

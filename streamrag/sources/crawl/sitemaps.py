@@ -91,7 +91,9 @@ class HostSitemaps:
             more = [each for each in self._on_this_host(answer.sitemaps) if normalize_url(each) == each]
             self._waiting += [each for each in more if each not in self._known]
             self._known.update(more)
-            if max_body_bytes:
+            if answer.no_sitemap:
+                self.problems[url] = f"it is {answer.no_sitemap}, not a sitemap"
+            elif max_body_bytes:
                 self.problems[url] = f"it is larger than max_body_bytes={max_body_bytes}: only its beginning is read"
             elif answer.is_cut:
                 self._add_unread(url, "it is damaged or too large: only a part of it is read")

@@ -260,7 +260,7 @@ class Fetcher:
             raise UnusablePageError("it is empty")
         parameters = response.fields.get("content-type", "").partition(";")[2]
         charset = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", parameters, re.IGNORECASE)
-        return Page(url, kind, charset[1] if charset else "", body, is_cut)
+        return Page(url, kind, charset[1] if charset else "", body, is_cut, response.fields.get("refresh", ""))
 
     def _max_bytes(self, rules: ContentRules) -> int:
         return min(self.max_body_bytes, rules.max_bytes or self.max_body_bytes)

@@ -56,6 +56,7 @@ class Page:
     charset: str  # charset that the server declares, or empty
     body: bytes
     is_cut: bool = False  # whether the body was truncated
+    refresh: str = ""  # the header `Refresh`
 
 
 class UnusablePageError(SourceError):

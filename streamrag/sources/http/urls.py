@@ -6,20 +6,24 @@ from urllib.parse import quote, urljoin, urlsplit
 from streamrag.errors import ConfigurationError, UnsafeUrlError
 
 MAX_URL_CHARS = 2000
+ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
+UNRESERVED = re.compile(r"[A-Za-z0-9._~-]")
 
 
 def normalize_url(url: str, base: str = "") -> str | None:
     """Return `url`, resolved against `base` and normalized, without fragment; None if it is not a web page's URL.
 
-    Such a URL is http or https, has no user name, and at most `MAX_URL_CHARS`.
+    Such a URL is http or https, has no user name, and at most `MAX_URL_CHARS`. As in browsers, a backslash in its path
+    is a slash.
     """
     if len(url := url.strip()) > MAX_URL_CHARS:
         return None
+    path, *rest = re.split(r"([?#])", url, maxsplit=1)
     try:
-        parts = urlsplit(urljoin(base, url))
+        parts = urlsplit(urljoin(base, "".join((path.replace("\\", "/"), *rest))))
         port, host = parts.port, (parts.hostname or "").encode("idna").decode()
-        path = _remove_dot_segments(quote(parts.path or "/", safe="/%:@!$&'()*+,;=~"))
-        query = "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?") if parts.query else ""
+        path = _remove_dot_segments(_normalize_escapes(quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")))
+        query = "?" + _normalize_escapes(quote(parts.query, safe="/%:@!$&'()*+,;=~?")) if parts.query else ""
     except ValueError:  # includes UnicodeError for a lone surrogate
         return None
     if port == 0 or parts.scheme not in ("http", "https") or parts.username is not None or parts.password is not None:
@@ -32,6 +36,19 @@ def normalize_url(url: str, base: str = "") -> str | None:
         host += f":{port}"
     normalized = f"{parts.scheme}://{host}{path}{query}"
     return normalized if len(normalized) <= MAX_URL_CHARS else None
+
+
+def _normalize_escapes(text: str) -> str:
+    """Decode escapes of unreserved characters, such as `%7E` for `~`, and write others in capitals.
+
+    Source: RFC 3986, section 6.2.2.
+    """
+
+    def normal(escape: re.Match[str]) -> str:
+        character = chr(int(escape[1], 16))
+        return character if UNRESERVED.fullmatch(character) else escape[0].upper()
+
+    return ESCAPE.sub(normal, text)
 
 
 def _remove_dot_segments(path: str) -> str:

@@ -8,13 +8,15 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
+from streamrag.core.text import is_blank, readable
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.sources.index.packages import EMBED, require_package
+from streamrag.sources.workers.charsets import decode, marked_encoding
 from streamrag.sources.workers.pdf import ReadPdf, UnusablePdfError
 from streamrag.support.bounded_reading import open_regular
 
@@ -169,23 +171,25 @@ def read_document(path: Path, folder: Path, read_pdf: ReadPdf) -> Document:
         except UnusablePdfError as error:
             raise UnusableDocumentError(str(error)) from error
         blocks = _read_text(text)[1]
-    elif not body.startswith((b"\xff\xfe", b"\xfe\xff")) and b"\0" in body[:8192]:
+    elif not marked_encoding(body) and b"\0" in body[:8192]:
         raise UnusableDocumentError("binary")
     elif suffix in HTML:
-        title, blocks = _read_html(body)
+        require_package("webencodings")
+        title, blocks = _read_html(decode(body))
     else:
         title, blocks = (_read_markdown if suffix in MARKDOWN else _read_text)(_decode(body))
+    blocks = [replace(block, text=readable(block.text)) for block in blocks if not is_blank(block.text)]
     if not blocks:
         raise UnusableDocumentError("no text in it")
     uri = relative_name(path, folder)
     heading = next((block.text for block in blocks if block.level), "")
-    return Document(uri, title or heading or PurePosixPath(uri).stem, tuple(blocks), left_out)
+    return Document(uri, readable(title) or heading or PurePosixPath(uri).stem, tuple(blocks), left_out)
 
 
 def _decode(body: bytes) -> str:
     """Decode UTF-8, or UTF-16 with a mark, with uniform line ends. Raises UnusableDocumentError for others."""
     try:
-        text = body.decode("utf-16" if body.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
+        text = body.decode(marked_encoding(body) or "utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UnusableDocumentError(f"not UTF-8: byte {error.start} does not decode") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -221,13 +225,13 @@ def _read_markdown(text: str) -> tuple[str, list[Block]]:
             heading = "".join(" " if part.type == "softbreak" else part.content for part in inline)
             blocks.append(Block(heading.strip(), HEADINGS[token.tag]))
         elif token.type == "html_block":
-            blocks += _read_html(token.content.encode())[1]
+            blocks += _read_html(token.content)[1]
         else:
             blocks.append(Block("\n".join(lines[slice(*token.map)]).strip("\n")))
     return title, [block for block in blocks if block.text.strip()]
 
 
-def _read_html(body: bytes) -> tuple[str, list[Block]]:
+def _read_html(html: str) -> tuple[str, list[Block]]:
     """Return the title, or "", and the blocks of the main part, else of the body, else none, without menus and forms.
 
     Raises UnusableDocumentError if the parser rejects the markup.
@@ -241,7 +245,7 @@ def _read_html(body: bytes) -> tuple[str, list[Block]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", XMLParsedAsHTMLWarning)
         try:
-            page = BeautifulSoup(body, "lxml")
+            page = BeautifulSoup(html, "lxml")
         except ParserRejectedMarkup as error:
             raise UnusableDocumentError(f"not HTML: {error}") from error
     title = " ".join(page.title.get_text().split()) if page.title else ""

@@ -17,6 +17,7 @@ PACKAGES = {
     "pypdf": ("pypdf", EMBED),
     "sentence_transformers": ("sentence-transformers", EMBED),
     "snowballstemmer": ("snowballstemmer", EMBED),
+    "webencodings": ("webencodings", EMBED),
 }
 """The distribution of each module, and how to install it."""
 LIBRARIES = {"diskann": "diskannpy", "ivf": "faiss"}

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from streamrag.core.text import STOP_WORDS, WORD
+from streamrag.core.text import STOP_WORDS, words
 
 if TYPE_CHECKING:
     from rensa import RMinHash, RMinHashLSH
@@ -38,7 +38,7 @@ MAY_TURN = re.compile(r"\d|^(un|non|dis|im|ir|in)")  # a number, or a word that 
 
 def words_of(paragraph: str) -> list[str]:
     """Return the words of a paragraph in lower case, without apostrophes."""
-    return WORD.findall(paragraph.casefold().replace("'", "").replace("’", ""))
+    return words(paragraph.replace("'", "").replace("’", ""))
 
 
 def triples_of(words: list[str]) -> set[str]:
@@ -104,8 +104,8 @@ class NearDuplicates:
 
     def end_page(self) -> None:
         """Index the paragraphs since the last call. Paragraphs of the same page may be similar to each other."""
-        for words, minhash in self._page_paragraphs:
+        for paragraph, minhash in self._page_paragraphs:
             if self._index and len(self._words) < MAX_PARAGRAPHS:
                 self._index.insert(len(self._words), minhash)
-                self._words.append(words)
+                self._words.append(paragraph)
         self._page_paragraphs.clear()

@@ -10,11 +10,9 @@ Importing this module takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and 
 processes import it.
 """
 
-import codecs
 import functools
 import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,24 +22,20 @@ import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
 from crawl4ai import CrawlerRunConfig, DefaultMarkdownGenerator, LXMLWebScrapingStrategy, NoTableExtraction
 from rank_bm25 import BM25Okapi
 
-from streamrag.core.text import split_markdown
+from streamrag.core.text import is_blank, readable, split_markdown
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.pages.browser import Browser
 from streamrag.sources.pages.page_content import JSON, CleanedPage, PageContent, content_version
-from streamrag.sources.pages.prune import MAX_CONTENT_CHARS, prune
+from streamrag.sources.pages.prune import MAX_CONTENT_CHARS, prune, refresh_target
 from streamrag.sources.pages.relevant_passages import rank_links, relevant_stems, select
 from streamrag.sources.pages.sitemap import read_sitemap
+from streamrag.sources.workers.charsets import decode
 from streamrag.sources.workers.limits import data_bytes, job_limits
 from streamrag.sources.workers.pdf import read_pdf
 
 MAX_PASSAGES = 8000  # passages of a page; each is ranked with all of its headings, which may be much longer than itself
 MAX_LEFT_BYTES = 256 << 20  # memory that pages may leak in a worker before it is replaced
 MAX_TITLE_CHARS = 300
-
-BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-LATIN_1 = {"iso-8859-1", "latin-1", "latin1", "ascii", "us-ascii"}
-NOT_OF_PAGES = {"idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-7"}
-"""Python's codecs that are not charsets of web pages. Decoding punycode takes quadratic time."""
 
 SCRAPER = LXMLWebScrapingStrategy()
 SCRAPER_OPTIONS = {**vars(CrawlerRunConfig(table_extraction=NoTableExtraction())), "url": ""}
@@ -108,13 +102,15 @@ class PageCleaner:
     def _answer(self, job: dict[str, Any], body: bytes) -> CleanedPage:
         """Return what is relevant to the query on the page in `body`, in the cache, or in the browser."""
         content = self._load_or_read(job, body)
-        passages = split_markdown(content.text[:MAX_CONTENT_CHARS])
+        passages, title = split_markdown(readable(content.text[:MAX_CONTENT_CHARS])), readable(content.title)
         is_cut = content.is_cut or len(content.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
         del passages[MAX_PASSAGES:]
         query, stem = job["query"], relevant_stems(job["query"], self._stem)
-        best = select(passages, query, title=content.title, max_chars=job["max_chars"], score=bm25, stem=stem)
+        best = select(passages, query, title=title, max_chars=job["max_chars"], score=bm25, stem=stem)
         links = rank_links(content.links, query, stem)
-        return CleanedPage(content.url, content.title, len(passages), best, links, is_cut)
+        refreshed = refresh_target(job.get("refresh", ""), content.url)
+        forwards = [*filter(None, [refreshed]), *content.forwards]
+        return CleanedPage(content.url, title, len(passages), best, links, is_cut, forwards)
 
     def _load_or_read(self, job: dict[str, Any], body: bytes) -> PageContent:
         """Return the page's content from the cache, or read and cache it; not a browser's page or a truncated PDF."""
@@ -143,7 +139,8 @@ class PageCleaner:
             html = decode(body, job["charset"])
         pruned = prune(url, html)
         title, text = _to_markdown(url, pruned.html)
-        return PageContent(url, title, text, pruned.links, pruned.is_cut)
+        forwards = pruned.forwards + ([pruned.frame] if pruned.frame and is_blank(text) else [])
+        return PageContent(url, title, text, pruned.links, pruned.is_cut, forwards)
 
 
 def _to_markdown(url: str, html: str) -> tuple[str, str]:
@@ -159,17 +156,3 @@ def _to_markdown(url: str, html: str) -> tuple[str, str]:
 
 def _clean_title(title: str) -> str:
     return " ".join(title.split())[:MAX_TITLE_CHARS]
-
-
-def decode(body: bytes, charset: str) -> str:
-    """Decode by byte order mark, the server's charset, `meta`, or as UTF-8 or Windows-1252; replace invalid bytes."""
-    mark = next((name for mark, name in BYTE_ORDER_MARKS.items() if body.startswith(mark)), "")
-    declared = re.search(rb"<meta[^>]+charset\s*=\s*[\"']?([\w-]+)", body[:4096], re.IGNORECASE)
-    for name in filter(None, (mark, charset.lower(), declared[1].decode().lower() if declared else "")):
-        codec = "windows-1252" if name in LATIN_1 else name  # extends Latin-1; browsers do the same
-        with suppress(LookupError, UnicodeError):
-            if codecs.lookup(codec).name not in NOT_OF_PAGES:
-                return body.decode(codec, errors="replace").removeprefix("\ufeff")
-    with suppress(UnicodeError):
-        return body.decode()
-    return body.decode("windows-1252", errors="replace")

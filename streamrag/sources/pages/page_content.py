@@ -1,7 +1,7 @@
 """The content of a page, which workers cache on disk, and their answers, validated by the process that gets them."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from pydantic import TypeAdapter
@@ -19,6 +19,7 @@ class PageContent:
     text: str  # Markdown, or plain text
     links: dict[str, str]  # link texts by URL
     is_cut: bool  # whether the page was truncated
+    forwards: list[str] = field(default_factory=list)  # URLs to which the page sends its reader on
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class CleanedPage:
     passages: list[TextPassage]  # relevant ones, in page order
     links: list[str]  # URLs, the most relevant first
     is_cut: bool  # whether the page was too long to be read whole
+    forwards: list[str] = field(default_factory=list)  # URLs to which the page sends its reader on
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class SitemapUrls:
     pages: list[str]
     sitemaps: list[str]
     is_cut: bool  # whether there may be more
+    no_sitemap: str = ""  # what the file is instead of a sitemap, or empty
 
 
 JSON = TypeAdapter(PageContent)
@@ -50,4 +53,4 @@ SITEMAP_ANSWER = TypeAdapter(SitemapUrls)
 @functools.cache
 def content_version() -> str:
     """Return the versions that content depends on; cached content of other versions is not used."""
-    return f"cleaned 2 streamrag {__version__} crawl4ai {version('crawl4ai')} pypdf {version('pypdf')}"
+    return f"cleaned 3 streamrag {__version__} crawl4ai {version('crawl4ai')} pypdf {version('pypdf')}"

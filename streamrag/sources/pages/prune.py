@@ -11,11 +11,16 @@ from urllib.parse import urlsplit
 from lxml import etree
 from lxml import html as lxml_html
 
-from streamrag.sources.http.urls import normalize_url
+from streamrag.sources.http.urls import MAX_URL_CHARS, normalize_url
 
 MAX_ELEMENTS = 30_000  # elements of a page that are read; crawl4ai takes a second or two for them
 MAX_CONTENT_CHARS = 1_000_000  # characters of a page's pruned HTML, or of its text, that are read
 MAX_ANCHORS = 10_000
+MAX_FORWARDS = 10  # frames of a page that are followed
+MAX_REFRESH_S = 30.0  # a page that refreshes later is there to be read
+REFRESH = re.compile(
+    r"\s*(\d{1,5}(?:\.\d{0,5})?)\d*(?:\s*[;,]\s*|\s+)(?:url\s*=\s*)?([\"']?)(.+)", re.IGNORECASE | re.DOTALL
+)
 MAX_LINK_ELEMENTS = 20  # elements within a link that are read for its text, as links can be nested
 NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture", "nav", "footer", "button", "select"}
 NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link"}
@@ -36,6 +41,8 @@ class PrunedPage(NamedTuple):
     html: str
     links: dict[str, str]  # link texts by URL, for the whole page; links in the content come first
     is_cut: bool  # whether the page was truncated
+    forwards: list[str]  # URLs of a `meta` refresh and of frames
+    frame: str  # URL of the only `iframe`, which is the page if nothing else has text; "" if there is none
 
 
 def prune(url: str, html: str) -> PrunedPage:
@@ -55,11 +62,39 @@ def prune(url: str, html: str) -> PrunedPage:
     # First, so that text behind a comment is its parent's: server-rendered Vue and Svelte have comments around text.
     etree.strip_elements(document, etree.Comment, etree.ProcessingInstruction, with_tail=False)
     base = next((href for base in document.iter("base") if (href := base.get("href"))), "")
-    anchors = {anchor: (anchor.get("href", "#"), _link_text(anchor)) for anchor in document.iter("a")}
+    base = normalize_url(base, url) or url
+    anchors = {anchor: (anchor.get("href", "#"), _link_text(anchor)) for anchor in document.iter("a", "area")}
+    forwards, frame = _forwards(document, base)
     _drop_not_content(document)
-    links = _links(anchors, set(document.iter("a")), normalize_url(base, url) or url)
+    links = _links(anchors, set(document.iter("a")), base)
     content = lxml_html.tostring(document, encoding="unicode")
-    return PrunedPage(content[:MAX_CONTENT_CHARS], links, is_cut or len(content) > MAX_CONTENT_CHARS)
+    is_cut = is_cut or len(content) > MAX_CONTENT_CHARS
+    return PrunedPage(content[:MAX_CONTENT_CHARS], links, is_cut, forwards, frame)
+
+
+def refresh_target(refresh: str, base: str) -> str:
+    """Return the URL to which a refresh sends a page's reader within `MAX_REFRESH_S`; "" if there is none."""
+    found = REFRESH.match(refresh[: 2 * MAX_URL_CHARS])
+    if not found or float(found[1]) > MAX_REFRESH_S:
+        return ""
+    address = found[3].partition(found[2])[0] if found[2] else found[3]
+    url = normalize_url(address, base) if address.strip() else None
+    return url if url and url != base else ""
+
+
+def _forwards(document: Any, base: str) -> tuple[list[str], str]:
+    """Return the URLs of a `meta` refresh, unless only for readers without scripts, and of frames; and of the only
+    `iframe`, or ""."""
+    refreshes = (
+        refresh_target(meta.get("content", ""), base)
+        for meta in document.iter("meta")
+        if meta.get("http-equiv", "").strip().lower() == "refresh"
+        and next(meta.iterancestors("noscript"), None) is None
+    )
+    frames = (normalize_url(frame.get("src", ""), base) for frame in document.iter("frame") if frame.get("src"))
+    found = list(dict.fromkeys(filter(None, (*refreshes, *frames))))[:MAX_FORWARDS]
+    iframes = [iframe.get("src", "") for iframe in itertools.islice(document.iter("iframe"), 2)]
+    return found, normalize_url(iframes[0], base) or "" if len(iframes) == 1 and iframes[0].strip() else ""
 
 
 def _truncate(document: Any) -> bool:
@@ -138,7 +173,9 @@ def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) ->
 
 
 def _link_text(anchor: Any) -> str:
-    """Return the text of a link's first elements on one line, at most 200 characters."""
+    """Return the text of a link's first elements on one line, or an area's label, at most 200 characters."""
+    if anchor.tag == "area":
+        return (anchor.get("alt") or anchor.get("title") or "")[:200]
     inside = itertools.islice(anchor.iter(), MAX_LINK_ELEMENTS)
     texts = ((part.text or "") + ("" if part is anchor else part.tail or "") for part in inside)
     return " ".join(" ".join(texts).split())[:200]

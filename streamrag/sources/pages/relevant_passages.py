@@ -10,9 +10,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
-from streamrag.core.text import WORD, Stem, TextPassage, relevant_terms, terms
+from streamrag.core.text import Stem, TextPassage, relevant_terms, terms, words
 
 MAX_STEMS = 10_000  # distinct words of a page to stem: takes half a second, and is enough for a book
 MIN_REPEATED_CHARS = 40  # shorter paragraphs ("Example:") may be repeated
@@ -98,7 +98,8 @@ def rank_links(links: Mapping[str, str], query: str, stem: Stem, *, min_matches:
     """
     wanted = set(relevant_terms(query, stem))
     num_matches = {
-        url: len(wanted.intersection(terms(f"{text} {urlsplit(url).path}", stem))) for url, text in links.items()
+        url: len(wanted.intersection(terms(f"{text} {unquote(urlsplit(url).path)}", stem)))
+        for url, text in links.items()
     }
     ranked = sorted((url for url in links if num_matches[url] >= min_matches), key=lambda url: -num_matches[url])
     ends = itertools.accumulate(map(len, ranked))
@@ -121,14 +122,14 @@ def assemble(
     for passage in passages:
         blocks: list[str] = []
         for block in passage.blocks:
-            words = " ".join(WORD.findall(block.casefold()))
-            fingerprint = hashlib.blake2b(words.encode(errors="replace"), digest_size=16).digest()
+            text_of_words = " ".join(words(block))
+            fingerprint = hashlib.blake2b(text_of_words.encode(errors="replace"), digest_size=16).digest()
             is_new = fingerprint not in seen and not is_known(block)
             seen.add(fingerprint)
-            if is_new or len(words) < MIN_REPEATED_CHARS:
+            if is_new or len(text_of_words) < MIN_REPEATED_CHARS:
                 blocks.append(block)
-            has_news |= is_new and len(words) >= MIN_NEWS_CHARS
-            could_have_news |= len(words) >= MIN_NEWS_CHARS
+            has_news |= is_new and len(text_of_words) >= MIN_NEWS_CHARS
+            could_have_news |= len(text_of_words) >= MIN_NEWS_CHARS
             has_any |= is_new
         if blocks and passage.headings and passage.headings[-1] != heading:
             heading = passage.headings[-1]

@@ -1,6 +1,7 @@
 """Parsing of sitemaps, and selection of the pages whose URL has words of the query.
 
-A sitemap lists pages or, as an index, other sitemaps, as XML or lines of text, often compressed. Files may be hostile:
+A sitemap lists pages or, as an index, other sitemaps, as XML or lines of text, often compressed; RSS and Atom feeds
+count too. The content decides what a file is, because servers send sitemaps as any media type. Files may be hostile:
 decompression, parsing and the answer are bounded, entities are not resolved, and nothing is loaded.
 
 Source: https://www.sitemaps.org/protocol.html
@@ -21,13 +22,22 @@ from streamrag.sources.http.urls import normalize_url
 from streamrag.sources.pages.page_content import SitemapUrls
 from streamrag.sources.pages.prune import NO_PAGE
 from streamrag.sources.pages.relevant_passages import rank_links, relevant_stems
+from streamrag.sources.workers.charsets import decode, marked_encoding
 
 MAX_SITEMAP_BYTES = 16 << 20  # decompressed bytes that are read
 MAX_ADDRESSES = 50_000  # URLs in one sitemap; the protocol allows no more
+MAX_ROOT_BYTES = 1 << 16  # bytes in which the root element is looked for
+MAX_TITLE_CHARS = 200
 MAX_SITEMAPS = 50  # sitemaps of one index; those whose URL has words of the query come first
 GZIP = b"\x1f\x8b"
 SPACE = b"\xef\xbb\xbf \t\r\n"
 ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
+DECLARATION = re.compile(rb"\s*<\?xml[^>]*>")
+ROOT = re.compile(rb"(?>(?>\s+|<\?.*?>|<!--.*?-->|<![^-].*?>)*)<(?:[\w.-]+:)?([\w.-]+)", re.DOTALL)
+"""The root element behind declarations and comments, matched without backtracking."""
+ROOTS = {b"urlset", b"sitemapindex", b"rss", b"RDF", b"feed", b"url", b"sitemap", b"loc"}
+"""Elements that begin a sitemap, also a damaged one, or a feed."""
+TAGS = ("{*}loc", "{*}item", "{*}entry")
 
 
 def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> SitemapUrls:
@@ -36,16 +46,18 @@ def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> SitemapUrls:
     The job has a `url`, a `query`, and `is_cut` if `body` is truncated.
     """
     text, is_cut = _decompress(body)
+    if marked_encoding(text):
+        text = DECLARATION.sub(b"", decode(text).encode(), count=1)
     is_cut = is_cut or job.get("is_cut", False)
     if is_cut and not _is_xml(text):
         text = text[: text.rfind(b"\n") + 1]  # the last line may be truncated
     addresses = _addresses(text)
     pages: dict[str, str] = {}
     sitemaps: dict[str, str] = {}
-    for address, is_page in itertools.islice(addresses, MAX_ADDRESSES):
+    for address, is_page, title in itertools.islice(addresses, MAX_ADDRESSES):
         url = normalize_url(address, job["url"])
         if url and is_page and not NO_PAGE.search(urlsplit(url).path):
-            pages[url] = ""
+            pages[url] = title
         elif url and not is_page:
             sitemaps[url] = ""
     stem = relevant_stems(job["query"], stem)
@@ -53,7 +65,20 @@ def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> SitemapUrls:
         rank_links(pages, job["query"], stem, min_matches=1),
         rank_links(sitemaps, job["query"], stem)[:MAX_SITEMAPS],
         is_cut or next(addresses, None) is not None,
+        "" if pages or sitemaps else _other_content(text),
     )
+
+
+def _other_content(text: bytes) -> str:
+    """Return what a file without addresses is, if it is no sitemap; "" for an empty file."""
+    if not _is_xml(text):
+        return "text without addresses" if text.strip(SPACE) else ""
+    root = ROOT.match(text[:MAX_ROOT_BYTES])
+    name = root[1] if root else b""
+    if name in ROOTS:
+        return ""
+    is_xml = DECLARATION.match(text) and name.lower() != b"html"
+    return f"XML with <{name[:50].decode(errors='replace')}>" if is_xml else "text/html"
 
 
 def _decompress(body: bytes) -> tuple[bytes, bool]:
@@ -72,25 +97,44 @@ def _is_xml(text: bytes) -> bool:
     return text.lstrip(SPACE).startswith(b"<")
 
 
-def _addresses(text: bytes) -> Iterator[tuple[str, bool]]:
-    """Yield each line or `loc`, and whether it is a page's URL, up to the first error; nothing if entities occur."""
+def _addresses(text: bytes) -> Iterator[tuple[str, bool, str]]:
+    """Yield each address of a line, `loc` or feed's entry, whether it is a page's, and the entry's title or "".
+
+    Stop at the first error; yield nothing if entities occur.
+    """
     text = text.lstrip(SPACE)  # XML allows nothing before its declaration
     if not _is_xml(text):
         for line in io.BytesIO(text):
-            yield line[:4096].decode(errors="replace").strip(), True
+            address = line[:4096].decode(errors="replace").strip()
+            if address.lower().startswith(("http://", "https://")):
+                yield address, True, ""
         return
     if ENTITY.search(text):  # a genuine sitemap declares no entities
         return
     elements = etree.iterparse(
-        io.BytesIO(text), tag="{*}loc", recover=True, resolve_entities=False, load_dtd=False, no_network=True
+        io.BytesIO(text), tag=TAGS, recover=True, resolve_entities=False, load_dtd=False, no_network=True
     )
     try:
         for _, element in elements:
-            parent = element.getparent()
-            name = etree.QName(parent).localname if parent is not None else ""
-            yield (element.text or "").strip(), name != "sitemap"
+            entry = element
+            if etree.QName(element).localname == "loc":
+                entry = element.getparent()
+                name = etree.QName(entry).localname if entry is not None else ""
+                yield (element.text or "").strip(), name != "sitemap", ""
+            else:
+                yield _feed_link(element), True, (element.findtext("{*}title") or "")[:MAX_TITLE_CHARS]
             element.clear()
-            while parent is not None and parent.getparent() is not None and parent.getprevious() is not None:
-                del parent.getparent()[0]  # frees memory: drops the elements read so far
+            while entry is not None and entry.getparent() is not None and entry.getprevious() is not None:
+                del entry.getparent()[0]  # frees memory: drops the elements read so far
     except etree.XMLSyntaxError:  # keep the URLs before the error
         return
+
+
+def _feed_link(entry: Any) -> str:
+    """Return the address of an RSS item or an Atom entry, or ""."""
+    for link in entry.iterchildren("{*}link"):
+        if address := (link.text or "").strip() or (
+            link.get("href", "") if link.get("rel", "alternate") == "alternate" else ""
+        ):
+            return str(address)
+    return ""

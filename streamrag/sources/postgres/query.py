@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any, TypeAlias
+from unicodedata import normalize
 
 from psycopg import sql
 
 from streamrag.core import Chunk, Skipped
 from streamrag.core.retrieval import MAX_COUNT
+from streamrag.core.text import readable
 from streamrag.errors import ConfigurationError
 from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.postgres.arguments import storable
@@ -113,7 +115,9 @@ class Search:
             sql.SQL("score DESC"),
             condition=sql.SQL("{} @@ search.query").format(lexemes),
         )
-        return await self._fetch(connection, statement, [storable(query)[:MAX_QUERY_CHARS], *self._values])
+        return await self._fetch(
+            connection, statement, [storable(readable(normalize("NFKC", query[:MAX_QUERY_CHARS]))), *self._values]
+        )
 
     async def estimate(self, connection: Connection) -> int:
         """Return the server's estimate of the number of matching rows. Fails if a name or a permission is wrong."""
@@ -146,6 +150,7 @@ class Rows:
     def __init__(self, name: str, metric: str) -> None:
         self._metric = metric
         self._reader = PassageReader(name)
+        self.skip_blank = self._reader.skip_blank
         self._cut: dict[tuple[str, int], bool] = {}
         """Truncated passages, by uri and passage, and whether they have been reported."""
 

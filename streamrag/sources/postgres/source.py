@@ -330,5 +330,5 @@ def _changes(rows: "Rows", best: tuple[Chunk, ...], before: tuple[Chunk, ...], n
     events: list[SourceEvent] = [*rows.newly_cut()]
     old, new = ([(chunk.uri, chunk.passage, chunk.text) for chunk in chunks] for chunks in (before, best))
     if new != old:
-        events.append(Update(best, Hint(num_chunks=num_left)))
+        events += rows.skip_blank(Update(best, Hint(num_chunks=num_left)))
     return events

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from unicodedata import normalize
 
 from streamrag.errors import WorkerError
 from streamrag.sources.workers.limits import job_limits
@@ -29,6 +30,7 @@ MAX_TITLE_CHARS = 300
 
 PDF_SHARE_OF_TIME = 0.6  # share of the CPU limit after which reading stops
 PARAGRAPH_CHARS = 400  # characters after which the end of a sentence ends a paragraph, as a PDF has only lines
+LIGATURES = {0: "", **{code: normalize("NFKC", chr(code)) for code in range(0xFB00, 0xFB07)}}
 SENTENCE_END = (".", "!", "?", ":", "。", "！", "？")
 
 
@@ -173,9 +175,9 @@ def _paragraphs(text: str) -> list[str]:
         if not line or (num_chars >= PARAGRAPH_CHARS and line.endswith(SENTENCE_END)):
             paragraphs.append([])
             num_chars = 0
-    return [re.sub(r"(?<=[^\W\d_])-\n(?=[^\W\d_])", "", "\n".join(lines)) for lines in paragraphs if lines]
+    return [re.sub(r"(?<=[^\W\d_])[-\u2010\xad]\n(?=[^\W\d_])", "", "\n".join(lines)) for lines in paragraphs if lines]
 
 
 def _clean(text: str) -> str:
-    """Replace lone surrogates, and remove null characters."""
-    return text.encode(errors="replace").decode().replace("\x00", "")
+    """Replace lone surrogates and ligatures of Latin letters, and remove null characters."""
+    return text.encode(errors="replace").decode().translate(LIGATURES)

@@ -179,6 +179,18 @@ async def test_other_tasks_run_between_the_pieces_of_an_answer(server: Server, b
     assert num_turns > 2000
 
 
+async def test_an_answer_may_begin_with_a_byte_order_mark(server: Server, backend: OpenAIBackend) -> None:
+    async def send(request: Request) -> None:
+        event = b"data: " + json.dumps(chunk("42", "stop")).encode() + b"\n\n"
+        request.writer.write(SSE_HEAD + b"\xef\xbb\xbf" + event + b"data: [DONE]\n\n")
+        await request.writer.drain()
+
+    server.handlers = [send]
+    [answer] = await collect(backend, prompt("Why?"))
+    assert isinstance(answer, AnswerChunk)
+    assert answer.text == "42"
+
+
 async def test_an_error_without_end_is_cut(server: Server, backend: OpenAIBackend) -> None:
     sender = Sender(b"HTTP/1.1 500 Oh\r\nConnection: close\r\n\r\n", b"no " * 1000)
     server.handlers = [sender]
