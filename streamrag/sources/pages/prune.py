@@ -12,6 +12,7 @@ from lxml import etree
 from lxml import html as lxml_html
 
 from streamrag.sources.http.urls import normalize_url
+from streamrag.sources.pages.main_content import DROPPED, keep_main_content
 
 MAX_ELEMENTS = 30_000  # elements of a page that are read; crawl4ai takes a second or two for them
 MAX_CONTENT_CHARS = 1_000_000  # characters of a page's pruned HTML, or of its text, that are read
@@ -23,7 +24,6 @@ NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link"}
 
 EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that have a meaning without text
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
-DROPPED = "streamrag-dropped"
 
 NO_PAGE = re.compile(
     r"\.(7z|avi|bin|bz2|css|csv|deb|dmg|docx?|epub|exe|gif|gz|ico|iso|jar|jpe?g|js|json|mp[34]|msi|ods|odt|og[gv]|png"
@@ -58,6 +58,8 @@ def prune(url: str, html: str) -> PrunedPage:
     anchors = {anchor: (anchor.get("href", "#"), _link_text(anchor)) for anchor in document.iter("a")}
     _drop_not_content(document)
     links = _links(anchors, set(document.iter("a")), normalize_url(base, url) or url)
+    keep_main_content(document)
+    _clear_attributes(document)
     content = lxml_html.tostring(document, encoding="unicode")
     return PrunedPage(content[:MAX_CONTENT_CHARS], links, is_cut or len(content) > MAX_CONTENT_CHARS)
 
@@ -74,20 +76,28 @@ def _truncate(document: Any) -> bool:
 
 
 def _drop_not_content(document: Any) -> None:
-    """Remove elements that are not content, and attributes but those of `meta` and the titles of `abbr`.
+    """Remove elements that are not content.
 
-    Comments and processing instructions must have been removed.
+    Comments and processing instructions must have been removed. An element with the role `main` becomes `main`.
     """
+    for element in document.iter("div", "section"):
+        if element.get("role") == "main":
+            element.tag = "main"
     for element in reversed(list(document.iter(etree.Element))):
         if _is_not_content(element):
             element.tag = DROPPED
+    # All at once: removing them one by one would copy the preceding text each time.
+    etree.strip_elements(document, DROPPED, with_tail=False)
+
+
+def _clear_attributes(document: Any) -> None:
+    """Remove attributes but those of `meta` and the titles of `abbr`."""
+    for element in document.iter(etree.Element):
         long_form = element.get("title") if element.tag == "abbr" else None
         if element.tag != "meta":
             element.attrib.clear()
         if long_form:
             element.set("title", long_form)
-    # All at once: removing them one by one would copy the preceding text each time.
-    etree.strip_elements(document, DROPPED, with_tail=False)
 
 
 def _is_not_content(element: Any) -> bool:
