@@ -60,7 +60,8 @@ def keep_main_content(document: Any) -> None:
     if is_technical:
         chosen = _widen(blocks, chosen)
     if chosen:
-        _keep(body, blocks, chosen)
+        title = WORD.findall((document.findtext("head/title") or "").casefold())
+        _keep(body, blocks, chosen | _page_heading(blocks, min(chosen), title))
 
 
 def _count(root: Any, tags: Iterable[str]) -> int:
@@ -142,6 +143,15 @@ def _find(blocks: Sequence[_Block], text: str, is_technical: bool) -> set[int]:
     if chosen:
         chosen.update(number for number in short if min(chosen) < number < max(chosen))
     return chosen
+
+
+def _page_heading(blocks: Sequence[_Block], first: int, title: Sequence[str]) -> set[int]:
+    """Return the number of the last main heading before block `first`, unless all of its words are in the title.
+
+    Extractors take such a heading for the title and leave it out.
+    """
+    headings = [number for number in range(first) if blocks[number].element.tag == "h1"][-1:]
+    return {number for number in headings if not set(blocks[number].words) <= set(title)}
 
 
 def _widen(blocks: Sequence[_Block], chosen: set[int]) -> set[int]:

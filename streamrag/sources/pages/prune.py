@@ -25,6 +25,9 @@ NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link"}
 EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that have a meaning without text
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
 
+CONTENT_ATTRIBUTES = {"class", "id", "itemprop", "role", "style"}  # what extractors choose content by
+MAX_ATTRIBUTE_CHARS = 300
+
 NO_PAGE = re.compile(
     r"\.(7z|avi|bin|bz2|css|csv|deb|dmg|docx?|epub|exe|gif|gz|ico|iso|jar|jpe?g|js|json|mp[34]|msi|ods|odt|og[gv]|png"
     r"|pptx?|rar|rpm|rss|svg|tar|tgz|wav|web[mp]|whl|woff2?|xlsx?|xml|xz|zip)$",
@@ -59,7 +62,7 @@ def prune(url: str, html: str) -> PrunedPage:
     _drop_not_content(document)
     links = _links(anchors, set(document.iter("a")), normalize_url(base, url) or url)
     keep_main_content(document)
-    _clear_attributes(document)
+    etree.strip_attributes(document, *CONTENT_ATTRIBUTES)
     content = lxml_html.tostring(document, encoding="unicode")
     return PrunedPage(content[:MAX_CONTENT_CHARS], links, is_cut or len(content) > MAX_CONTENT_CHARS)
 
@@ -76,7 +79,7 @@ def _truncate(document: Any) -> bool:
 
 
 def _drop_not_content(document: Any) -> None:
-    """Remove elements that are not content.
+    """Remove elements that are not content, and attributes but `CONTENT_ATTRIBUTES`, `meta`'s and titles of `abbr`.
 
     Comments and processing instructions must have been removed. An element with the role `main` becomes `main`.
     """
@@ -86,18 +89,13 @@ def _drop_not_content(document: Any) -> None:
     for element in reversed(list(document.iter(etree.Element))):
         if _is_not_content(element):
             element.tag = DROPPED
-    # All at once: removing them one by one would copy the preceding text each time.
-    etree.strip_elements(document, DROPPED, with_tail=False)
-
-
-def _clear_attributes(document: Any) -> None:
-    """Remove attributes but those of `meta` and the titles of `abbr`."""
-    for element in document.iter(etree.Element):
-        long_form = element.get("title") if element.tag == "abbr" else None
+        names = CONTENT_ATTRIBUTES | ({"title"} if element.tag == "abbr" else set())
+        kept = {name: value[:MAX_ATTRIBUTE_CHARS] for name, value in element.items() if name in names}
         if element.tag != "meta":
             element.attrib.clear()
-        if long_form:
-            element.set("title", long_form)
+            element.attrib.update(kept)
+    # All at once: removing them one by one would copy the preceding text each time.
+    etree.strip_elements(document, DROPPED, with_tail=False)
 
 
 def _is_not_content(element: Any) -> bool:
