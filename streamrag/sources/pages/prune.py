@@ -42,7 +42,7 @@ class PrunedPage(NamedTuple):
 
 
 def prune(url: str, html: str) -> PrunedPage:
-    """Return the page's content as HTML, the links to pages in the whole page, and whether the page was truncated.
+    """Return the page's main content as HTML, the links to pages in the whole page, and whether it was truncated.
 
     The HTML keeps no attributes but those of `meta` and the titles of `abbr`. Links in dropped elements are included,
     links to files such as `.zip` are not. crawl4ai's own `excluded_tags` lose the text after an excluded element, and
