@@ -14,7 +14,7 @@ PARAGRAPHS = [
     "The colony at the southern cape has grown by a third since the last count, researchers said on Tuesday.",
     "They had walked the coast for six weeks, and counted every nest between the lighthouse and the river mouth.",
     "Most of the growth is due to a cold current that brings more krill, although fewer ships pass the cape as well.",
-    "The next count is planned for the spring, when the chicks of this year return from the open sea for the first time.",
+    "The next count is planned for the spring, when the chicks of this year return for the first time.",
 ]
 TEASERS = "".join(
     f'<li class="teaser"><a href="/{name}">{name.title()} wins the local election again</a></li>'
@@ -71,7 +71,7 @@ INSIDE = f"""<h1>Swimming</h1><p>Call <code>swim()</code>:</p><pre>{LISTING}</pr
 
 
 @pytest.mark.parametrize(
-    "begin, end", [("<main>", "</main>"), ('<div role="main">', "</div>"), ("<article>", "</article>")]
+    ("begin", "end"), [("<main>", "</main>"), ('<div role="main">', "</div>"), ("<article>", "</article>")]
 )
 def test_the_main_element_of_a_page_with_code_is_taken_whole(begin: str, end: str) -> None:
     page = f"<body>{OUTSIDE}{begin}{INSIDE}{end}<div>Copyright of somebody</div></body>"
@@ -90,8 +90,8 @@ def test_the_article_in_a_main_element_is_taken_if_it_has_all_code() -> None:
 def test_every_listing_of_a_page_without_a_main_element_is_kept() -> None:
     listings = "".join(f"<h2>Step {i}</h2><pre>step({i})</pre>" for i in range(5))
     paragraphs = "".join(f"<p>{paragraph}</p>" for paragraph in PARAGRAPHS)
-    page = f"""<body><div class="navheader"><a href="/prev">Prev</a> <a href="/next">Next</a></div>
-        <div class="sect1">{listings}{paragraphs}{listings}</div><div class="navfooter"><a href="/up">Up</a></div></body>"""
+    page = f"""<div class="navheader"><a href="/prev">Prev</a> <a href="/next">Next</a></div>
+        <div class="sect1">{listings}{paragraphs}{listings}</div><div class="navfooter"><a href="/up">Up</a></div>"""
     found = words(page)
     assert [found.count(f"step({i})") for i in range(5)] == [2] * 5
     assert "Prev" not in found

@@ -1,11 +1,12 @@
 """Choice of a page's main content, without the menus, teasers and notices around it.
 
-A page with code is technical: its `article` or `main` is taken whole, because extractors made for articles lose code and
+A page with code is technical: its `article` or `main` is taken whole, as extractors made for articles lose code and
 definitions. In other pages trafilatura chooses, and the chosen text is found again in the page, because trafilatura's
 own output changes the white space of code and the levels of headings. Takes linear time, but for trafilatura.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import trafilatura
@@ -69,7 +70,7 @@ def _count(root: Any, tags: Iterable[str]) -> int:
 
 
 def _declared_main(body: Any) -> Any:
-    """Return the only `article` if it has all code and main headings, else the only `main` if it has code, else None."""
+    """Return the only `article` if it has all code and `h1`, else the only `main` if it has code, else None."""
     main = _only(body, "main")
     around = body if main is None else main
     article = _only(around, "article")
@@ -123,12 +124,12 @@ def _runs(words: Sequence[str]) -> list[int]:
 
 
 def _find(blocks: Sequence[_Block], text: str, is_technical: bool) -> set[int]:
-    """Return the numbers of the blocks whose text is in `text`, and of listings in a technical page.
+    """Return the numbers of the blocks whose words are in `text`, and of the listings of a technical page.
 
-    Blocks of fewer than `RUN` words, such as cells of tables, are taken only between others, if the words are in `text`.
+    Blocks of fewer than `RUN` words, such as cells of tables, are taken only between others.
     """
     words = WORD.findall(text.casefold())
-    runs, pairs, singles = set(_runs(words)), set(zip(words, words[1:], strict=False)), set(words)
+    runs, pairs, singles = set(_runs(words)), set(pairwise(words)), set(words)
     chosen, short = set(), []
     for number, block in enumerate(blocks):
         if is_technical and (block.element.tag == "pre" or next(block.element.iterancestors("pre"), None) is not None):
