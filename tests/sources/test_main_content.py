@@ -128,7 +128,7 @@ def test_a_page_in_chinese_is_kept_without_its_menu() -> None:
     assert "体育新闻" not in found
 
 
-def test_nothing_but_the_class_and_the_like_reaches_the_extractor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extractor_gets_only_attributes_that_content_is_chosen_by(monkeypatch: pytest.MonkeyPatch) -> None:
     names: set[str] = set()
     monkeypatch.setattr(
         main_content.trafilatura, "extract", lambda document, **_: names.update(*(e.keys() for e in document.iter()))
