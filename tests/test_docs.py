@@ -202,7 +202,7 @@ def test_the_versions_are_those_of_the_package_metadata() -> None:
     text = (ROOT / "docs" / "versions.md").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \|", text, re.MULTILINE)
-    assert len(rows) == 12
+    assert len(rows) == 13
     assert [row for row in rows if f"{row[1]}{row[2]}" not in extras[row[0]]] == []
 
 

@@ -1,6 +1,6 @@
 """The handler of crawl workers: extracts from the bytes of a page what is relevant to a query.
 
-    HTML ──prune──▶ content only ──crawl4ai──▶ Markdown, title ──relevance──▶ relevant passages
+    HTML ──prune──▶ main content ──crawl4ai──▶ Markdown, title ──relevance──▶ relevant passages
                └────▶ links, the most relevant first
 
 Pages may be hostile. crawl4ai gets small and well-formed HTML, because some of its regular expressions and loops take

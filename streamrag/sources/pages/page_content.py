@@ -53,4 +53,5 @@ SITEMAP_ANSWER = TypeAdapter(SitemapUrls)
 @functools.cache
 def content_version() -> str:
     """Return the versions that content depends on; cached content of other versions is not used."""
-    return f"cleaned 3 streamrag {__version__} crawl4ai {version('crawl4ai')} pypdf {version('pypdf')}"
+    packages = " ".join(f"{name} {version(name)}" for name in ("crawl4ai", "trafilatura", "pypdf"))
+    return f"cleaned 4 streamrag {__version__} {packages}"

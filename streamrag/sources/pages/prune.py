@@ -12,6 +12,7 @@ from lxml import etree
 from lxml import html as lxml_html
 
 from streamrag.sources.http.urls import MAX_URL_CHARS, normalize_url
+from streamrag.sources.pages.main_content import DROPPED, keep_main_content
 
 MAX_ELEMENTS = 30_000  # elements of a page that are read; crawl4ai takes a second or two for them
 MAX_CONTENT_CHARS = 1_000_000  # characters of a page's pruned HTML, or of its text, that are read
@@ -28,7 +29,9 @@ NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link"}
 
 EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that have a meaning without text
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
-DROPPED = "streamrag-dropped"
+
+CONTENT_ATTRIBUTES = {"class", "id", "itemprop", "role", "style"}  # what extractors choose content by
+MAX_ATTRIBUTE_CHARS = 300
 
 NO_PAGE = re.compile(
     r"\.(7z|avi|bin|bz2|css|csv|deb|dmg|docx?|epub|exe|gif|gz|ico|iso|jar|jpe?g|js|json|mp[34]|msi|ods|odt|og[gv]|png"
@@ -46,7 +49,7 @@ class PrunedPage(NamedTuple):
 
 
 def prune(url: str, html: str) -> PrunedPage:
-    """Return the page's content as HTML, the links to pages in the whole page, and whether the page was truncated.
+    """Return the page's main content as HTML, the links to pages in the whole page, and whether it was truncated.
 
     The HTML keeps no attributes but those of `meta` and the titles of `abbr`. Links in dropped elements are included,
     links to files such as `.zip` are not. crawl4ai's own `excluded_tags` lose the text after an excluded element, and
@@ -67,6 +70,8 @@ def prune(url: str, html: str) -> PrunedPage:
     forwards, frame = _forwards(document, base)
     _drop_not_content(document)
     links = _links(anchors, set(document.iter("a")), base)
+    keep_main_content(document)
+    etree.strip_attributes(document, *CONTENT_ATTRIBUTES)
     content = lxml_html.tostring(document, encoding="unicode")
     is_cut = is_cut or len(content) > MAX_CONTENT_CHARS
     return PrunedPage(content[:MAX_CONTENT_CHARS], links, is_cut, forwards, frame)
@@ -109,18 +114,21 @@ def _truncate(document: Any) -> bool:
 
 
 def _drop_not_content(document: Any) -> None:
-    """Remove elements that are not content, and attributes but those of `meta` and the titles of `abbr`.
+    """Remove elements that are not content, and attributes but `CONTENT_ATTRIBUTES`, `meta`'s and titles of `abbr`.
 
-    Comments and processing instructions must have been removed.
+    Comments and processing instructions must have been removed. An element with the role `main` becomes `main`.
     """
+    for element in document.iter("div", "section"):
+        if element.get("role") == "main":
+            element.tag = "main"
     for element in reversed(list(document.iter(etree.Element))):
         if _is_not_content(element):
             element.tag = DROPPED
-        long_form = element.get("title") if element.tag == "abbr" else None
+        names = CONTENT_ATTRIBUTES | ({"title"} if element.tag == "abbr" else set())
+        kept = {name: value[:MAX_ATTRIBUTE_CHARS] for name, value in element.items() if name in names}
         if element.tag != "meta":
             element.attrib.clear()
-        if long_form:
-            element.set("title", long_form)
+            element.attrib.update(kept)
     # All at once: removing them one by one would copy the preceding text each time.
     etree.strip_elements(document, DROPPED, with_tail=False)
 
