@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
-from streamrag.backends.openai.http import clean
+from streamrag.backends.openai.messages import clean
 from streamrag.core import AnswerChunk, TokenUsage
 from streamrag.errors import ServerError
 from streamrag.support.bounded_reading import without_lone_surrogates

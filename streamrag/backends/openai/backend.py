@@ -13,7 +13,14 @@ from urllib.parse import urlsplit
 import anyio.to_thread
 
 from streamrag.backends.openai.answers import answer_chunk, length, objects, token_usage
-from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RequestRejectedError, Server, clean
+from streamrag.backends.openai.http import (
+    MAX_ANSWER_BYTES,
+    RequestRejectedError,
+    Server,
+    StrayTextError,
+    UnreachableError,
+)
+from streamrag.backends.openai.messages import clean
 from streamrag.backends.openai.server_tokenizer import ServerTokenizer, ask_for_tokenizer
 from streamrag.backends.special_token_guard import TextTokenizer
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
@@ -55,12 +62,14 @@ class OpenAIBackend:
     where it reports none, tokens are counted with the tokenizer, and unknown without one. The size of a response is
     limited by `max_tokens` and the length of the prompt. Proxies and other settings in the environment are not used.
 
-    base_url: where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added.
+    base_url: where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added. A query,
+        as in "?api-version=1", is sent with every request.
     model: the model's name at the server. By default the only one that the server has.
     tokenizer: the model's own, or a path or hub name to load it from. By default the server tokenizes every text, if
         it has `/tokenize`.
     api_key: sent with every request.
-    max_model_len: most tokens of prompt and answer together. By default the server's value.
+    max_model_len: most tokens of prompt and answer together. By default the server's value. With this and `model`, the
+        server needs no list of models.
     timeout_s: the longest silence of the server, before or within an answer.
     max_retries: retries of a connection that fails before the server's first byte. Nothing else is retried.
     retry_delay_s: seconds before the first retry; each further delay is longer.
@@ -86,14 +95,15 @@ class OpenAIBackend:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"base_url={base_url!r} is not an http or https address like http://host:8000/v1")
-        self._url = base_url.rstrip("/") if parts.path.strip("/") else f"{base_url.rstrip('/')}/v1"
+        parts = parts._replace(path=parts.path.rstrip("/") or "/v1")
+        self._url = parts._replace(query="", fragment="").geturl()
         self._wanted_model = model
         self._model_name = model or ""
         self._given_tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._make_server = partial(
             Server,
-            self._url,
+            parts.geturl(),
             api_key=api_key,
             timeout_s=timeout_s,
             max_retries=max_retries,
@@ -127,7 +137,7 @@ class OpenAIBackend:
         progress(f"connecting to {self._url}")
         try:
             self._server = await anyio.to_thread.run_sync(self._make_server)
-            max_model_len = await self._find_model(self._server)
+            max_model_len = await self._find_model(self._server, progress)
             tokenizer = await self._make_tokenizer(self._server)
         except BaseException:
             await self.aclose()
@@ -166,13 +176,22 @@ class OpenAIBackend:
         # A server that tokenizes but accepts only text is sent text, whose length is counted in characters.
         return TextTokenizer(given if self._takes_ids else CodePointTokenizer())
 
-    async def _find_model(self, server: Server) -> int:
+    async def _find_model(self, server: Server, progress: Progress) -> int:
         """Find the wanted model, or else the only one served, whose name is kept, and return the model's length.
 
-        The length is `max_model_len` if given, else the server's. Raises ConfigurationError if the wanted model is not
-        served, or there is not exactly one, or no length; ServerError for an invalid length or a name that is too long.
+        The length is `max_model_len` if given, else the server's. If both are given, only a server that cannot be
+        reached is an error. Otherwise raises ConfigurationError if the wanted model is not served, or there is not
+        exactly one, or no length; ServerError without a list, for an invalid length or a name that is too long.
         """
-        answer = await server.ask("GET", "/models")
+        is_given = self._wanted_model is not None and self._max_model_len is not None
+        try:
+            answer = await server.ask("GET", "/models")
+        except UnreachableError:
+            raise
+        except ServerError:
+            if not is_given:
+                raise
+            answer = {}
         models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
         if self._wanted_model is None:
             if len(models) != 1:
@@ -185,7 +204,10 @@ class OpenAIBackend:
                 )
         if self._model_name not in models:
             served = clean(", ".join(models)) or "nothing"
-            raise ConfigurationError(f"{self._url} does not serve {self._model_name!r}. It serves: {served}")
+            problem = f"{self._url} does not serve {self._model_name!r}. It serves: {served}"
+            if not is_given:
+                raise ConfigurationError(f"{problem}. To use it all the same, give max_model_len (--max-model-len)")
+            progress(f"{problem}. It is used all the same, because max_model_len is given")
         if self._max_model_len is not None:
             return self._max_model_len
         if (max_model_len := models[self._model_name].get("max_model_len")) is not None:
@@ -259,26 +281,30 @@ class OpenAIBackend:
     ) -> AsyncGenerator[AnswerChunk, None]:
         """Yield the chunks of the answers; each answer's final one follows after all events, the last with `usage`.
 
-        Raises ServerError if an answer has no final chunk.
+        Raises ServerError if an answer has no final chunk, with what the server sent in its place.
         """
         ends: dict[int, AnswerChunk] = {}
         reported: Any = None
         texts, num_ids = [""] * params.n, 0
         num_tokens = params.n * min(params.max_tokens, self.model.max_model_len)
-        async with aclosing(self._events(body, num_prompt_tokens, num_tokens)) as events:
-            async for event in events:
-                reported = event.get("usage") or reported
-                for choice in islice(objects(event.get("choices")), params.n):
-                    chunk = answer_chunk(choice, server=self._url, n=params.n)
-                    texts[chunk.index] += chunk.text
-                    num_ids += len(chunk.token_ids)
-                    if held := ends.pop(chunk.index, None):  # was not the last, although it had a finish_reason
-                        yield replace(held, finish_reason=None)
-                        chunk = replace(chunk, finish_reason=chunk.finish_reason or held.finish_reason)
-                    if chunk.finish_reason is not None:
-                        ends[chunk.index] = chunk
-                    else:
-                        yield chunk
+        try:
+            async with aclosing(self._events(body, num_prompt_tokens, num_tokens)) as events:
+                async for event in events:
+                    reported = event.get("usage") or reported
+                    for choice in islice(objects(event.get("choices")), params.n):
+                        chunk = answer_chunk(choice, server=self._url, n=params.n)
+                        texts[chunk.index] += chunk.text
+                        num_ids += len(chunk.token_ids)
+                        if held := ends.pop(chunk.index, None):  # was not the last, although it had a finish_reason
+                            yield replace(held, finish_reason=None)
+                            chunk = replace(chunk, finish_reason=chunk.finish_reason or held.finish_reason)
+                        if chunk.finish_reason is not None:
+                            ends[chunk.index] = chunk
+                        else:
+                            yield chunk
+        except StrayTextError:
+            if len(ends) < params.n:
+                raise
         if len(ends) < params.n:
             raise ServerError(f"{self._url} ended the stream in the middle of an answer")
         *others, last = ends.values()
