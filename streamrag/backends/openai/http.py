@@ -217,7 +217,7 @@ class _NotAnObjectError(Exception):
 
 
 def _is_page(response: httpx.Response) -> bool:
-    return "html" in response.headers.get("content-type", "")
+    return "html" in response.headers.get("content-type", "").lower()
 
 
 def _object(text: str, *, may_be_list: bool = False) -> dict[str, Any]:
