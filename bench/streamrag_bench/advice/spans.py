@@ -6,6 +6,7 @@ untrusted: one that cannot be read is a `BrokenSpan`.
 
 import base64
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -51,6 +52,7 @@ MODEL_NAME = re.compile(r"(?<![a-z])(chat|llm|(text_)?completions?|generate(_con
 CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 NOT_A_MODEL = re.compile(r"prompt|template|parser|history|memory|message|embed", re.IGNORECASE)
 
+MAX_LEVELS = 100  # of spans in one another, in which documents are looked for
 MAX_SPAN_S = 1e8  # three years: the start or the end is missing
 PARENT_IDS = ("parentSpanId", "parent_span_id", "parent_id", "parentId")
 NUM_TRACE_ID_BYTES, NUM_SPAN_ID_BYTES = 16, 8
@@ -140,8 +142,8 @@ def lines_of(spans: Sequence[TraceSpan]) -> Iterator[LogLine]:
     outer = _surrounding(retrieval, parents)
     inner = sorted((span for span in retrieval if span.id not in outer), key=lambda span: span.end_s)
     # A chain with such a name also contains the model, but retrieval that is known as such lasts as long as its span.
-    ends = [span for span in spans if span.kind == "rerank" or (span in retrieval and not span.is_named)]
-    end_s = max(span.end_s for span in (*inner, *ends))
+    known = [span for span in retrieval if not span.is_named]
+    end_s = max(span.end_s for span in (*inner, *known, *(span for span in spans if span.kind == "rerank")))
     query = retrieval[0].query
     yield LogLine(query=query, event="question", seconds=min(span.seconds for span in spans))
     for span, sizes in zip(inner, _sizes(inner, outer, parents), strict=True):
@@ -166,23 +168,26 @@ def _surrounding(spans: Sequence[TraceSpan], parents: Mapping[str, str]) -> dict
 
 def _sizes(inner: list[TraceSpan], outer: Mapping[str, TraceSpan], parents: Mapping[str, str]) -> Iterator[Sizes]:
     """Yield the sizes of each span, in this order; those without share the documents of the span around them."""
-    sharing: dict[str, list[str]] = {}
-    around: dict[str, str] = {}
-    for span in inner:
-        place, seen = span.parent_id, {""}
-        while span.sizes is None and place not in seen and (place not in outer or outer[place].sizes is None):
-            seen.add(place)
-            place = parents.get(place, "")
-        if span.sizes is None and place in outer:
-            around[span.id] = place
-            sharing.setdefault(place, []).append(span.id)
-    for span in inner:
-        if span.id not in around:
+    around = [_documented(span, outer, parents) for span in inner]
+    num_sharing = Counter(span.id for span in around if span)
+    num_done: Counter[str] = Counter()
+    for span, whole in zip(inner, around, strict=True):
+        if whole is None or whole.sizes is None:
             yield span.sizes
             continue
-        sizes, ids = outer[around[span.id]].sizes or (), sharing[around[span.id]]
-        number = ids.index(span.id)
-        yield sizes[len(sizes) * number // len(ids) : len(sizes) * (number + 1) // len(ids)]
+        begin, end = (len(whole.sizes) * (num_done[whole.id] + each) // num_sharing[whole.id] for each in (0, 1))
+        num_done[whole.id] += 1
+        yield whole.sizes[begin:end]
+
+
+def _documented(span: TraceSpan, outer: Mapping[str, TraceSpan], parents: Mapping[str, str]) -> TraceSpan | None:
+    """Return the innermost span around one without documents that has some."""
+    place = span.parent_id
+    for _ in range(MAX_LEVELS if span.sizes is None else 0):
+        if place in outer and outer[place].sizes is not None:
+            return outer[place]
+        place = parents.get(place, "")
+    return None
 
 
 def _span(value: Any) -> TraceSpan:
