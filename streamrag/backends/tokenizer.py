@@ -6,7 +6,6 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +137,7 @@ class HuggingFaceTokenizer:
         """Return the text of `turns` in the model's chat template, up to the beginning of the answer.
 
         Without a template this is `core.plain_chat`, after the beginning-of-text token if the model has one. If the
-        template refuses, drops or moves system turns, their text is prepended to the first user turn: Mistral's moves
-        it to the last one, so that no prompt would begin as the one before.
+        template refuses, drops or moves system turns, as Mistral's to the end, the first user turn begins with them.
 
         :raises ConfigurationError: when the template refuses the turns themselves.
         """
@@ -151,7 +149,7 @@ class HuggingFaceTokenizer:
     def _keeps_order(self, turns: Sequence[Turn]) -> bool:
         """Whether the template repeats the text of each turn once and in order."""
         with suppress(ConfigurationError):
-            rendered = self._render([replace(turn, text=f"@@turn-{number}@@") for number, turn in enumerate(turns)])
+            rendered = self._render([Turn(turn.role, f"@@turn-{number}@@") for number, turn in enumerate(turns)])
             return re.findall(r"@@turn-(\d+)@@", rendered) == [str(number) for number in range(len(turns))]
         return False
 

@@ -12,15 +12,9 @@ from urllib.parse import urlsplit
 
 import anyio.to_thread
 
-from streamrag.backends.openai.answers import answer_chunk, length, objects, token_usage
-from streamrag.backends.openai.http import (
-    MAX_ANSWER_BYTES,
-    RequestRejectedError,
-    Server,
-    StrayTextError,
-    UnreachableError,
-)
-from streamrag.backends.openai.messages import clean
+from streamrag.backends.openai.answers import answer_chunk, length, token_usage
+from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RequestRejectedError, Server, StrayTextError
+from streamrag.backends.openai.messages import clean, objects
 from streamrag.backends.openai.server_tokenizer import ServerTokenizer, ask_for_tokenizer
 from streamrag.backends.special_token_guard import TextTokenizer
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
@@ -62,14 +56,12 @@ class OpenAIBackend:
     where it reports none, tokens are counted with the tokenizer, and unknown without one. The size of a response is
     limited by `max_tokens` and the length of the prompt. Proxies and other settings in the environment are not used.
 
-    base_url: where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added. A query,
-        as in "?api-version=1", is sent with every request.
+    base_url: where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added.
     model: the model's name at the server. By default the only one that the server has.
     tokenizer: the model's own, or a path or hub name to load it from. By default the server tokenizes every text, if
         it has `/tokenize`.
     api_key: sent with every request.
-    max_model_len: most tokens of prompt and answer together. By default the server's value. With this and `model`, the
-        server needs no list of models.
+    max_model_len: most tokens of prompt and answer together. By default the server's, from its list of models.
     timeout_s: the longest silence of the server, before or within an answer.
     max_retries: retries of a connection that fails before the server's first byte. Nothing else is retried.
     retry_delay_s: seconds before the first retry; each further delay is longer.
@@ -95,15 +87,15 @@ class OpenAIBackend:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"base_url={base_url!r} is not an http or https address like http://host:8000/v1")
-        parts = parts._replace(path=parts.path.rstrip("/") or "/v1")
-        self._url = parts._replace(query="", fragment="").geturl()
+        address = parts._replace(path=parts.path.rstrip("/") or "/v1", fragment="").geturl()
+        self._url = address.partition("?")[0]
         self._wanted_model = model
         self._model_name = model or ""
         self._given_tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._make_server = partial(
             Server,
-            parts.geturl(),
+            address,
             api_key=api_key,
             timeout_s=timeout_s,
             max_retries=max_retries,
@@ -186,10 +178,8 @@ class OpenAIBackend:
         is_given = self._wanted_model is not None and self._max_model_len is not None
         try:
             answer = await server.ask("GET", "/models")
-        except UnreachableError:
-            raise
-        except ServerError:
-            if not is_given:
+        except ServerError as error:
+            if not is_given or error.__cause__:  # the error of a connection
                 raise
             answer = {}
         models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}

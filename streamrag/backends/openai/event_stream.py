@@ -5,42 +5,30 @@ import io
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
-FIELDS = ("event", "id", "retry", "")  # of no use to us; a comment's name is empty
+OTHER_FIELDS = ("event", "id", "retry", "")  # of no use to us; a comment's name is empty
 MAX_STRAY_LINES = 100
 
 
-class EventStream:
-    """The data of the events in a body.
+async def event_data(body: AsyncIterator[bytes], stray: list[str]) -> AsyncGenerator[str, None]:
+    """Yield the data of each event that has some, without spaces around it.
 
-    Events without data, such as pings, are left out. The last event is complete without an empty line if it ends as an
-    object does: some servers forget that line.
+    The last event needs no empty line behind it if it ends as an object does. The first lines that belong to no event,
+    usually an error in another format, are appended to `stray`.
     """
-
-    def __init__(self, body: AsyncIterator[bytes]) -> None:
-        self._body = body
-        self._stray: list[str] = []
-
-    @property
-    def stray_text(self) -> str:
-        """The first lines that belong to no event: as a rule, an error in another format."""
-        return "\n".join(self._stray)
-
-    async def data(self) -> AsyncGenerator[str, None]:
-        """Yield the data of each event, without spaces around it."""
-        fields: list[str] = []
-        async with aclosing(_lines(self._body)) as lines:
-            async for line in lines:
-                name, _, value = line.partition(":")
-                if name == "data":
-                    fields.append(value.removeprefix(" "))
-                elif not line:
-                    if data := "\n".join(fields).strip():
-                        yield data
-                    fields.clear()
-                elif name not in FIELDS and len(self._stray) < MAX_STRAY_LINES:
-                    self._stray.append(line)
-        if (data := "\n".join(fields).strip()).endswith("}"):
-            yield data
+    fields: list[str] = []
+    async with aclosing(_lines(body)) as lines:
+        async for line in lines:
+            name, _, value = line.partition(":")
+            if name == "data":
+                fields.append(value.removeprefix(" "))
+            elif not line:
+                if data := "\n".join(fields).strip():
+                    yield data
+                fields.clear()
+            elif name not in OTHER_FIELDS and len(stray) < MAX_STRAY_LINES:
+                stray.append(line)
+    if (data := "\n".join(fields).strip()).endswith("}"):
+        yield data
 
 
 async def _lines(body: AsyncIterator[bytes]) -> AsyncGenerator[str, None]:

@@ -9,19 +9,18 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
-from urllib.parse import urlsplit
 
 import anyio
 import httpx
 
 from streamrag.backends.openai.bytes import Bounds, CountingTransport, TooMuchError, bound_body
-from streamrag.backends.openai.event_stream import EventStream
-from streamrag.backends.openai.messages import clean, is_error, server_words
+from streamrag.backends.openai.event_stream import event_data
+from streamrag.backends.openai.messages import MAX_ERROR_BYTES, clean, is_error, server_words
 from streamrag.errors import ConfigurationError, ServerError
 from streamrag.support.bounded_reading import parse_json
 from streamrag.support.counted_stream import ResponseTooLargeError
 
-MAX_ERROR_BYTES = 1 << 16
+NO_STREAM = "did not answer with a stream of events"
 MAX_ANSWER_BYTES = 1 << 22
 """Most bytes of a JSON response: enough for a list of a thousand models, or a prompt of 500,000 token ids."""
 MAX_VALUES = 1 << 19
@@ -31,16 +30,8 @@ MAX_EVENT_LINES = 8
 CONNECT_TIMEOUT_S = 10.0
 
 
-NO_REASON = "no reason given"
-NO_STREAM = "did not answer with a stream of events"
-
-
 class RequestRejectedError(ServerError):
     """The server refuses this request: status 400, 404, 405, 422 or 501, or an error in place of the answer."""
-
-
-class UnreachableError(ServerError):
-    """The server cannot be reached, or is silent."""
 
 
 class StrayTextError(ServerError):
@@ -51,9 +42,8 @@ REFUSALS = (400, 404, 405, 422, 501)
 
 
 class Server:
-    """Connections to one server. Construct it in a thread: it loads certificates.
+    """Connections to one server. Construct it in a thread: it loads certificates. No message shows the query in `url`.
 
-    A query in `url` is sent with every request. It may be a secret, so no message shows it.
     `timeout_s` limits silence, and the time for any single item: the headers of a response, its JSON, an event of a
     stream. Connections that fail before the first byte are retried `max_retries` times.
     """
@@ -61,9 +51,8 @@ class Server:
     def __init__(
         self, url: str, *, api_key: str | None, timeout_s: float, max_retries: int, retry_delay_s: float
     ) -> None:
-        parts = urlsplit(url)
-        self.url = parts._replace(query="", fragment="").geturl()
-        self._query = f"?{parts.query}" if parts.query else ""
+        self.url, mark, query = url.partition("?")
+        self._query = mark + query
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         self._retry_delay_s = retry_delay_s
@@ -101,19 +90,18 @@ class Server:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Post `body` and yield the JSON object of each event up to `[DONE]` or the end of the response.
 
-        Raises ServerError for an event with an error, for one that is no object, for a page, and at a limit; at the
-        end StrayTextError, if there was anything but events with choices.
+        Raises ServerError for an event with an error, for one that is no object, and at a limit; at the end
+        StrayTextError, if there was anything but events with choices.
         """
         bounds = Bounds(max_bytes, max_lines=MAX_EVENT_LINES * max_events, max_line_bytes=max_event_bytes)
         async with self._response("POST", path, body, bounds) as response:
-            if _is_page(response):
-                raise ServerError(f"{self.url} {NO_STREAM}, but with a page: {await self._reason(response)}")
-            stream, num_events, other = EventStream(response.aiter_bytes()), 0, ""
-            async with aclosing(stream.data()) as events:
-                while (data := await self._next(events)) is not None and data != "[DONE]":
-                    num_events += 1
-                    if num_events > max_events:
-                        raise TooMuchError(f"{max_events:,} events")
+            other, value, stray = "", dict[str, Any](), list[str]()
+            async with aclosing(event_data(response.aiter_bytes(), stray)) as events:
+                for _ in range(max_events):
+                    async with asyncio.timeout(self._timeout_s):
+                        data = await anext(events, "[DONE]")
+                    if data == "[DONE]":
+                        break
                     if len(data) > max_event_bytes:
                         raise TooMuchError(f"{max_event_bytes:,} bytes in one event")
                     value = _object(data)
@@ -121,8 +109,10 @@ class Server:
                         raise ServerError(f"{self.url} failed during an answer: {server_words(data)}")
                     other = other if "choices" in value else data
                     yield value
-            if text := server_words(stream.stray_text or other):
-                what = "ended the stream in the middle of an answer" if num_events else NO_STREAM
+                else:
+                    raise TooMuchError(f"{max_events:,} events")
+            if text := server_words("\n".join(stray) or other):
+                what = "ended the stream in the middle of an answer" if value else NO_STREAM
                 raise StrayTextError(f"{self.url} {what}: {text}")
 
     @asynccontextmanager
@@ -131,7 +121,7 @@ class Server:
     ) -> AsyncIterator[httpx.Response]:
         """Open a response of status 200 with a bounded, unread body, and close it. Errors inside are translated too.
 
-        Raises RequestRejectedError for a status in `REFUSALS`, ServerError for others or an encoded body.
+        Raises RequestRejectedError for a status in `REFUSALS`, ServerError for others, a page or an encoded body.
         """
         with self._errors_translated():
             response = await self._send(method, path, body)
@@ -139,13 +129,15 @@ class Server:
                 coding = response.headers.get("content-encoding", "identity")
                 if coding != "identity":
                     raise ServerError(f"{self.url} sent a response in the unsupported encoding {clean(coding)}")
-                is_answer = response.status_code == 200 and not _is_page(response)
+                is_page = "html" in response.headers.get("content-type", "").lower()
+                is_answer = response.status_code == 200 and not is_page
                 bound_body(response, bounds if is_answer else Bounds(bounds.max_bytes))
                 response.encoding = "utf-8-sig"  # ignore the server's: some Python codecs decompress
-                if response.status_code != 200:
+                if not is_answer:
                     error = RequestRejectedError if response.status_code in REFUSALS else ServerError
-                    message = await self._reason(response)
-                    is_elsewhere = response.status_code == 404 and not self.url.endswith("/v1")
+                    async with asyncio.timeout(self._timeout_s):
+                        message = server_words(await _beginning(response)) or "no reason given"
+                    is_elsewhere = response.status_code in (200, 404) and not self.url.endswith("/v1")
                     hint = ". Most servers have addresses that end in /v1" if is_elsewhere else ""
                     raise error(f"{self._address(path)} answered with status {response.status_code}: {message}{hint}")
                 yield response
@@ -171,17 +163,7 @@ class Server:
         return await self._send_once(request)
 
     def _address(self, path: str) -> str:
-        """Return the address of a path, which may be a whole URL, without the query."""
         return path if "://" in path else self.url + path
-
-    async def _reason(self, response: httpx.Response) -> str:
-        """Return what the beginning of the body says."""
-        async with asyncio.timeout(self._timeout_s):
-            return server_words(await _beginning(response)) or NO_REASON
-
-    async def _next(self, events: AsyncIterator[str]) -> str | None:
-        async with asyncio.timeout(self._timeout_s):
-            return await anext(events, None)
 
     async def _send_once(self, request: httpx.Request) -> httpx.Response:
         async with asyncio.timeout(CONNECT_TIMEOUT_S + self._timeout_s):  # headers may arrive byte by byte
@@ -194,12 +176,11 @@ class Server:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             why = clean(str(error)) or "no answer"
-            raise UnreachableError(f"{self.url} cannot be reached: {why}. Is the server running?") from error
+            raise ServerError(f"{self.url} cannot be reached: {why}. Is the server running?") from error
         except (httpx.TimeoutException, TimeoutError) as error:
-            silence = f"{self.url} has sent nothing, or nothing complete, for {self._timeout_s:g} s"
-            raise UnreachableError(silence) from error
+            raise ServerError(f"{self.url} has sent nothing, or nothing complete, for {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
-            raise UnreachableError(f"{self.url} disconnected: {clean(str(error)) or type(error).__name__}") from error
+            raise ServerError(f"{self.url} disconnected: {clean(str(error)) or type(error).__name__}") from error
         except RuntimeError as error:  # httpx's, for a closed client
             if not self._client.is_closed:
                 raise
@@ -214,10 +195,6 @@ class Server:
 
 class _NotAnObjectError(Exception):
     """The text, shortened, that is not a JSON object."""
-
-
-def _is_page(response: httpx.Response) -> bool:
-    return "html" in response.headers.get("content-type", "").lower()
 
 
 def _object(text: str, *, may_be_list: bool = False) -> dict[str, Any]:

@@ -2,19 +2,24 @@
 
 import html
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from streamrag.support.bounded_reading import parse_json
 
 MAX_MESSAGE_CHARS = 500
-MAX_BODY_CHARS = 1 << 16
+MAX_ERROR_BYTES = 1 << 16
 MAX_ENTRIES = 5  # of a list of errors
 ERROR_FIELDS = ("error", "errors", "error_message", "error_msg")
-KIND_FIELDS = ("object", "type", "status")
-MESSAGE_FIELDS = (*ERROR_FIELDS, "message", "msg", "detail", "details", "choices")
+MESSAGE_FIELDS = ("loc", *ERROR_FIELDS, "message", "msg", "detail", "details", "choices")
 _CODE = re.compile(r"</?(?:script|style)\b[^<>]*>", re.IGNORECASE)
 _TAG = re.compile(r"<[a-z/!?][^<>]*>", re.IGNORECASE)
+
+
+def objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Iterate over the objects in an untrusted list."""
+    return (entry for entry in value if isinstance(entry, dict)) if isinstance(value, list) else iter(())
 
 
 def clean(text: str) -> str:
@@ -26,16 +31,15 @@ def clean(text: str) -> str:
 
 def is_error(value: dict[str, Any]) -> bool:
     """Whether an object of a server, or one of its choices, reports an error. An error without content is none."""
-    choices = value.get("choices")
-    places = [value, *(each for each in choices if isinstance(each, dict))] if isinstance(choices, list) else [value]
-    return "error" in [value.get(name) for name in KIND_FIELDS] or any(
+    places = [value, *objects(value.get("choices"))]
+    return "error" in [value.get(name) for name in ("object", "type", "status")] or any(
         _has_content(place.get(name)) for place in places for name in ERROR_FIELDS
     )
 
 
 def server_words(text: str) -> str:
     """Return the message in a body, which may be JSON or a page, or else the whole text, clean and short."""
-    text = text.strip("\ufeff \t\r\n")[:MAX_BODY_CHARS]
+    text = text.strip("\ufeff \t\r\n")[:MAX_ERROR_BYTES]
     if _TAG.match(text) and "</" in text:  # not "<model> was not found"
         text = html.unescape(_TAG.sub(" ", " ".join(_CODE.split(text)[::2])))  # every other part is code
     with suppress(ValueError):
@@ -56,7 +60,5 @@ def _message_in(value: Any) -> str:
         return "; ".join(filter(None, map(_message_in, value[:MAX_ENTRIES])))
     if not isinstance(value, dict):
         return value.strip() if isinstance(value, str) else ""
-    found = [_message_in(value.get(name)) for name in MESSAGE_FIELDS]
-    place = value.get("loc")  # FastAPI's name of the wrong field
-    where = ".".join(map(str, place)) if isinstance(place, list) else ""
-    return ": ".join(dict.fromkeys(filter(None, [where, *found])))
+    found = (_message_in(value.get(name)) for name in MESSAGE_FIELDS)
+    return ": ".join(dict.fromkeys(filter(None, found)))

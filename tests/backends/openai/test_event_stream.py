@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from streamrag.backends.openai.event_stream import EventStream
+from streamrag.backends.openai.event_stream import event_data
 
 
 async def events_of(body: bytes, piece_bytes: int) -> tuple[list[str], str]:
@@ -12,8 +12,8 @@ async def events_of(body: bytes, piece_bytes: int) -> tuple[list[str], str]:
         for start in range(0, len(body), piece_bytes):
             yield body[start : start + piece_bytes]
 
-    stream = EventStream(pieces())
-    return [data async for data in stream.data()], stream.stray_text
+    stray: list[str] = []
+    return [data async for data in event_data(pieces(), stray)], "\n".join(stray)
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 1000])
