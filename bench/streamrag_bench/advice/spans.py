@@ -18,7 +18,7 @@ from streamrag_bench.advice.documents import Sizes, document_sizes
 from streamrag_bench.advice.events import ClockTime, LogLine, QueryId
 
 Kind = Literal["retrieval", "database", "rerank", "model", "other"]
-"""What a span is. A query of a general database is retrieval only where there is no other."""
+"""Kinds of spans. A query of a general database is retrieval only where there is no other."""
 
 CONTAINERS = (
     "resourceSpans", "resource_spans", "batches", "scopeSpans", "scope_spans", "instrumentationLibrarySpans",

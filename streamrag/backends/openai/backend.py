@@ -129,7 +129,8 @@ class OpenAIBackend:
         progress(f"connecting to {self._url}")
         try:
             self._server = await anyio.to_thread.run_sync(self._make_server)
-            max_model_len = await self._find_model(self._server, progress)
+            wanted = self._wanted_model, self._max_model_len
+            self._model_name, max_model_len = await _find_model(self._server, *wanted, progress)
             tokenizer = await self._make_tokenizer(self._server)
         except BaseException:
             await self.aclose()
@@ -167,42 +168,6 @@ class OpenAIBackend:
             return given if self._takes_ids else TextTokenizer(given)
         # A server that tokenizes but accepts only text is sent text, whose length is counted in characters.
         return TextTokenizer(given if self._takes_ids else CodePointTokenizer())
-
-    async def _find_model(self, server: Server, progress: Progress) -> int:
-        """Find the wanted model, or else the only one served, whose name is kept, and return the model's length.
-
-        The length is `max_model_len` if given, else the server's. If both are given, only a server that cannot be
-        reached is an error. Otherwise raises ConfigurationError if the wanted model is not served, or there is not
-        exactly one, or no length; ServerError without a list, for an invalid length or a name that is too long.
-        """
-        is_given = self._wanted_model is not None and self._max_model_len is not None
-        try:
-            answer = await server.ask("GET", "/models")
-        except ServerError as error:
-            if not is_given or error.__cause__:  # the error of a connection
-                raise
-            answer = {}
-        models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
-        if self._wanted_model is None:
-            if len(models) != 1:
-                raise ConfigurationError(f"{self._url} serves {clean(', '.join(models)) or 'no model'}: name the model")
-            (self._model_name,) = models
-            if len(self._model_name) > MAX_MODEL_NAME_CHARS:  # the name is sent with every request, and displayed
-                raise ServerError(
-                    f"{self._url} serves a model whose name has {len(self._model_name):,} characters, and "
-                    f"{MAX_MODEL_NAME_CHARS:,} is the most: {clean(self._model_name)}"
-                )
-        if self._model_name not in models:
-            served = clean(", ".join(models)) or "nothing"
-            problem = f"{self._url} does not serve {self._model_name!r}. It serves: {served}"
-            if not is_given:
-                raise ConfigurationError(f"{problem}. To use it all the same, give max_model_len (--max-model-len)")
-            progress(f"{problem}. It is used all the same, because max_model_len is given")
-        if self._max_model_len is not None:
-            return self._max_model_len
-        if (max_model_len := models[self._model_name].get("max_model_len")) is not None:
-            return length(max_model_len, server=self._url, name="max_model_len")
-        raise ConfigurationError(f"{self._url} reports no length of the model: give max_model_len (--max-model-len)")
 
     async def _test_token_ids(self, ids: list[int]) -> None:
         """Send `ids` as a prompt, and ask for their echo; if the server refuses, send them without asking.
@@ -351,6 +316,43 @@ class OpenAIBackend:
         if self._server is None:
             raise BackendError("the backend is not running: it was closed, or not started")
         return self._server
+
+
+async def _find_model(server: Server, name: str | None, num_tokens: int | None, progress: Progress) -> tuple[str, int]:
+    """Return the name and length of the wanted model, or else of the only one served.
+
+    The length is `num_tokens` if given, else the server's. If both are given, only a server that cannot be reached is
+    an error. Otherwise raises ConfigurationError if the wanted model is not served, or there is not exactly one, or no
+    length; ServerError without a list, for an invalid length or a name that is too long.
+    """
+    is_given = name is not None and num_tokens is not None
+    try:
+        answer = await server.ask("GET", "/models")
+    except ServerError as error:
+        if not is_given or error.__cause__:  # the error of a connection
+            raise
+        answer = {}
+    models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
+    served = clean(", ".join(models))
+    if name is None:
+        if len(models) != 1:
+            raise ConfigurationError(f"{server.url} serves {served or 'no model'}: name the model")
+        (name,) = models
+        if len(name) > MAX_MODEL_NAME_CHARS:  # the name is sent with every request, and displayed
+            raise ServerError(
+                f"{server.url} serves a model whose name has {len(name):,} characters, and "
+                f"{MAX_MODEL_NAME_CHARS:,} is the most: {clean(name)}"
+            )
+    if name not in models:
+        problem = f"{server.url} does not serve {name!r}. It serves: {served or 'nothing'}"
+        if not is_given:
+            raise ConfigurationError(f"{problem}. To use it all the same, give max_model_len (--max-model-len)")
+        progress(f"{problem}. It is used all the same, because max_model_len is given")
+    if num_tokens is not None:
+        return name, num_tokens
+    if (max_model_len := models[name].get("max_model_len")) is not None:
+        return name, length(max_model_len, server=server.url, name="max_model_len")
+    raise ConfigurationError(f"{server.url} reports no length of the model: give max_model_len (--max-model-len)")
 
 
 def _body(params: SamplingParams) -> dict[str, Any]:
