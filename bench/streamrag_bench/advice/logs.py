@@ -135,6 +135,13 @@ class _Log:
         return "" if separator == "," else f" (columns are separated by {separator!r})"
 
 
+def _problem(error: Exception) -> str:
+    """Return what is wrong with a line, in words."""
+    if isinstance(error, ValidationError):
+        return str(LineError(error, is_tagged=False))
+    return f"it is no event of a log ({error!r:.200})"
+
+
 def _is_value(line: str) -> bool:
     try:
         parse_json(line)

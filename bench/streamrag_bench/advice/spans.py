@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from streamrag_bench.advice.documents import Sizes, document_sizes
-from streamrag_bench.advice.events import ClockTime, LogLine, QueryId
+from streamrag_bench.advice.documents import document_sizes
+from streamrag_bench.advice.events import ClockTime, LogLine, QueryId, Sizes
 
 Kind = Literal["retrieval", "database", "rerank", "model", "other"]
 """Kinds of spans. A query of a general database is retrieval only where there is no other."""
@@ -107,8 +107,8 @@ def protobuf_values(content: bytes) -> list[Any]:
 
     The list is empty if the content is something else.
     """
-    from google.protobuf.json_format import MessageToDict
-    from google.protobuf.message import DecodeError
+    from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
     def messages() -> Iterator[bytes]:
@@ -261,7 +261,7 @@ def _first(value: Mapping[str, Any], *names: str) -> Any:
 def _seconds(span: Mapping[str, Any], which: str) -> float:
     """Return the time of the start or end in seconds, on any clock. Raises TypeError or ValueError if it is none."""
     exact = _first(span, f"{which}TimeUnixNano", f"{which}_time_unix_nano")
-    value = _first(span, f"{which}Time", f"{which}_time") if exact is None else exact
+    value: Any = _first(span, f"{which}Time", f"{which}_time") if exact is None else exact
     match value:
         case {"seconds": seconds} | {"seconds": seconds, "nanos": _}:  # protobuf's Timestamp
             return int(seconds) + int(value.get("nanos", 0)) / 1e9

@@ -268,10 +268,12 @@ def in_base64(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def protobuf(spans: Spans) -> bytes:
-    from google.protobuf.json_format import ParseDict
+    from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
     from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-    return ParseDict(export([in_base64(each) for each in spans]), TracesData()).SerializeToString()
+    message = TracesData()
+    ParseDict(export([in_base64(each) for each in spans]), message)
+    return message.SerializeToString()
 
 
 def console(spans: Spans) -> bytes:

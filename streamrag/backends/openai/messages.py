@@ -10,7 +10,6 @@ from streamrag.support.bounded_reading import parse_json
 
 MAX_MESSAGE_CHARS = 500
 MAX_ERROR_BYTES = 1 << 16
-MAX_ENTRIES = 5  # of a list of errors
 ERROR_FIELDS = ("error", "errors", "error_message", "error_msg")
 MESSAGE_FIELDS = ("loc", *ERROR_FIELDS, "message", "msg", "detail", "details", "choices")
 _CODE = re.compile(r"</?(?:script|style)\b[^<>]*>", re.IGNORECASE)
@@ -57,7 +56,7 @@ def _has_content(value: Any) -> bool:
 def _message_in(value: Any) -> str:
     """Return the messages in a JSON value of bounded depth; "" if there is none."""
     if isinstance(value, list):
-        return "; ".join(filter(None, map(_message_in, value[:MAX_ENTRIES])))
+        return "; ".join(filter(None, map(_message_in, value[:5])))
     if not isinstance(value, dict):
         return value.strip() if isinstance(value, str) else ""
     found = (_message_in(value.get(name)) for name in MESSAGE_FIELDS)

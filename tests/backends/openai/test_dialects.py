@@ -297,7 +297,8 @@ class Paths(Server):
     ],
 )
 async def test_a_query_in_the_address_goes_with_every_request(address: str, path: str) -> None:
-    async with Paths() as server:
+    server = Paths()
+    async with server:
         lines: list[str] = []
         backend = OpenAIBackend(server.url + address, "tiny")
         await backend.start(lines.append)
