@@ -83,10 +83,7 @@ class _Log:
                     else:
                         yield event
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, csv.Error) as error:
-                is_schema = isinstance(error, ValidationError)
-                what = (
-                    f"{LineError(error, is_tagged=False)}" if is_schema else f"it is no event of a log ({error!r:.200})"
-                )
+                what = _problem(error)
                 if not self._num_spans:
                     raise TraceError(f"{self._path}, line {number}: {what}{self._separator()}; {HELP}") from error
                 self._leave_out(f"line {number}: {what}")

@@ -228,8 +228,8 @@ def _kind(attributes: Mapping[str, Any], name: str) -> tuple[Kind, bool]:
         return "rerank", True
     if RETRIEVAL_NAME.search(name):
         return "retrieval", True
-    words = CAMEL_CASE.sub(" ", name)
-    return ("model" if MODEL_NAME.search(words) and not NOT_A_MODEL.search(words) else "other"), True
+    spaced = CAMEL_CASE.sub(" ", name)
+    return ("model" if MODEL_NAME.search(spaced) and not NOT_A_MODEL.search(spaced) else "other"), True
 
 
 def _attributes(values: Any) -> dict[str, Any]:
@@ -241,8 +241,9 @@ def _attributes(values: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return a value of OTLP's JSON as plain JSON. One of no known type is its text."""
-    ((name, content),) = value.items() if value else (("", None),)
-    match name.replace("_", "").lower():
+    kind = next(iter(value), "")
+    content = value.get(kind)
+    match kind.replace("_", "").lower():
         case "arrayvalue":
             return [_plain(each) for each in content.get("values", ())]
         case "kvlistvalue":

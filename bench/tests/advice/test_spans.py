@@ -273,7 +273,7 @@ def protobuf(spans: Spans) -> bytes:
 
     message = TracesData()
     ParseDict(export([in_base64(each) for each in spans]), message)
-    return message.SerializeToString()
+    return bytes(message.SerializeToString())
 
 
 def console(spans: Spans) -> bytes:
