@@ -137,20 +137,21 @@ class HuggingFaceTokenizer:
         """Return the text of `turns` in the model's chat template, up to the beginning of the answer.
 
         Without a template this is `core.plain_chat`, after the beginning-of-text token if the model has one. If the
-        template refuses or drops system turns, their text is prepended to the first user turn.
+        template refuses, drops or moves system turns, as Mistral's to the end, the first user turn begins with them.
 
         :raises ConfigurationError: when the template refuses the turns themselves.
         """
         if not self.whole.chat_template:
             return self.bos_text + plain_chat(turns)
-        system = [turn.text for turn in turns if turn.role == "system"]
-        if system:
-            with suppress(ConfigurationError):
-                rendered = self._render(turns)
-                if all(text.strip() in rendered for text in system):
-                    return rendered
-            turns = _fold_system(turns)
-        return self._render(turns)
+        has_system = any(turn.role == "system" for turn in turns)
+        return self._render(_fold_system(turns) if has_system and not self._keeps_order(turns) else turns)
+
+    def _keeps_order(self, turns: Sequence[Turn]) -> bool:
+        """Whether the template repeats the text of each turn once and in order."""
+        with suppress(ConfigurationError):
+            rendered = self._render([Turn(turn.role, f"@@turn-{number}@@") for number, turn in enumerate(turns)])
+            return re.findall(r"@@turn-(\d+)@@", rendered) == [str(number) for number in range(len(turns))]
+        return False
 
     def _render(self, turns: Sequence[Turn]) -> str:
         """Return `turns` in the chat template and the beginning of an answer; ConfigurationError if it refuses them."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer, local_model_path
 from streamrag.core import Turn
 from streamrag.errors import ConfigurationError, ModelError
+from streamrag.modes.conversation import Conversation
 
 SPECIALS = ("<|begin_of_text|>", "<|start|>", "<|end|>")
 ANY_TEXT = st.one_of(
@@ -135,6 +136,94 @@ def test_system_text_that_a_template_does_not_take_stands_before_the_first_user_
     tiny_model: Path, tmp_path: Path, template: str, turns: Sequence[Turn], expected: str
 ) -> None:
     assert with_template(tiny_model, tmp_path / "model", template).render_chat(turns) == expected
+
+
+MISTRAL_7B_V0_3 = r"""{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+
+{#- This block checks for alternating user/assistant messages, skipping tool calling messages #}
+{%- set ns = namespace() %}
+{%- set ns.index = 0 %}
+{%- for message in loop_messages %}
+    {%- if not (message.role == "tool" or message.role == "tool_results" or message.tool_calls is defined) %}
+        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+            {{- raise_exception("After the optional system message, roles must alternate user/assistant") }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and (message == user_messages[-1]) %}
+            {{- "[AVAILABLE_TOOLS] " + tools|tojson + "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\n\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"]|trim + eos_token}}
+    {%- else %}
+        {{- raise_exception("Only user and assistant roles are supported, with the exception of an initial system") }}
+    {%- endif %}
+{%- endfor %}
+"""  # of mistralai/Mistral-7B-Instruct-v0.3, without what writes tools one by one
+MISTRAL_NEMO = MISTRAL_7B_V0_3.replace('"[INST] "', '"[INST]"').replace(
+    '" " + message["content"]|trim', 'message["content"]'
+)
+# A system message anywhere is collected and stands at the beginning, as in deepseek-ai/DeepSeek-R1.
+COLLECTING = (
+    "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+    "{% set ns.system = ns.system + m.content %}{% endif %}{% endfor %}{{ bos_token }}{{ ns.system }}"
+    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+# Reasoning is left out of earlier answers: the system text is where it was, all the same.
+TRIMMING = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] | trim }}{% endfor %}<assistant>"
+S, Q, A, R = Turn("system", "S"), Turn("user", "Q"), Turn("assistant", "<think>\n</think>A"), Turn("user", "R")
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "expected"),
+    [
+        (MISTRAL_7B_V0_3, [S, Q], "{bos}[INST] S\n\nQ[/INST]"),
+        (MISTRAL_7B_V0_3, [S, Q, A, R], "{bos}[INST] S\n\nQ[/INST] <think>\n</think>A{eos}[INST] R[/INST]"),
+        (MISTRAL_7B_V0_3, [Q, A, R], "{bos}[INST] Q[/INST] <think>\n</think>A{eos}[INST] R[/INST]"),
+        (MISTRAL_NEMO, [S, Q], "{bos}[INST]S\n\nQ[/INST]"),
+        (MISTRAL_NEMO, [S, Q, A, R], "{bos}[INST]S\n\nQ[/INST]<think>\n</think>A{eos}[INST]R[/INST]"),
+        (COLLECTING, [S, Q, A, R], "{bos}S<user>Q<assistant><think>\n</think>A<user>R"),
+        (COLLECTING, [Q, A, S, R], "{bos}<user>S\n\nQ<assistant><think>\n</think>A<user>R"),
+        (TRIMMING, [S, Q, A, R], "<system>S<user>Q<assistant>A<user>R<assistant>"),
+        (TRIMMING, [Turn("system", " S "), Turn("user", "S")], "<system>S<user>S<assistant>"),
+    ],
+)
+def test_system_text_that_a_template_moves_stands_before_the_first_user_turn(
+    tiny_model: Path, tmp_path: Path, template: str, turns: Sequence[Turn], expected: str
+) -> None:
+    tokenizer = with_template(tiny_model, tmp_path / "model", template)
+    marks = {"bos": tokenizer.whole.bos_token, "eos": tokenizer.whole.eos_token}
+    assert tokenizer.render_chat(turns) == expected.format(**marks)
+
+
+@pytest.mark.parametrize("template", [MISTRAL_7B_V0_3, MISTRAL_NEMO], ids=["Mistral 7B v0.3", "Nemo"])
+def test_prompts_of_a_growing_conversation_share_their_beginning_with_mistral_s_templates(
+    tiny_model: Path, tmp_path: Path, template: str
+) -> None:
+    conversation = Conversation(with_template(tiny_model, tmp_path / "model", template), 1000)
+    turns = [S, Q]
+    first = conversation.encode(turns, max_tokens=1)
+    second = conversation.encode([*turns, A, R], max_tokens=1)
+    assert second.num_shared == len(first.partial) > 1
 
 
 LLAMA_2 = (

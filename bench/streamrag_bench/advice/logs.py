@@ -3,87 +3,174 @@
 Of a text only the length is used: four characters count as a token.
 """
 
+import codecs
 import csv
-from collections.abc import Iterable, Iterator, Mapping
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
 from streamrag.errors import TraceError
 from streamrag.support.bounded_reading import parse_json
 from streamrag.support.validation import Count, validated
-from streamrag.trace.events import MAX_COUNT, LineError
+from streamrag.trace.events import LineError
 from streamrag.trace.files import LineReader
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
+from streamrag_bench.advice.events import LogLine
+from streamrag_bench.advice.spans import BrokenSpan, TraceSpan, has_spans, lines_of, protobuf_values, spans_in
+from streamrag_bench.advice.table import EventTable
 
-CHARS_PER_TOKEN = 4
-MODEL_OPERATIONS = ("chat", "text_completion", "generate_content")  # in OpenTelemetry's conventions
 HELP = 'give a trace, JSON lines with "query", "event" and "seconds", OpenTelemetry spans, or a CSV with three columns'
 
-QueryId = Annotated[str, Field(min_length=1, max_length=1_000)]
-ClockTime = Annotated[float, Field(ge=0, lt=1e11)]  # on any clock that the whole log shares
-Sizes = Annotated[tuple[Annotated[int, Field(ge=1, lt=MAX_COUNT)], ...], Field(max_length=10_000)] | None
-"""Length of each chunk; None for one chunk of usual length."""
+_SPACE = re.compile(r"[\s\ufeff]*")
 
-
-class LogLine(BaseModel):
-    """An event of a query: its question, chunks that were retrieved, or the end of its retrieval."""
-
-    query: QueryId
-    event: Literal["question", "chunks", "end"]
-    seconds: ClockTime
-    tokens: Sizes = None
-
-
-class TraceSpan(BaseModel):
-    """A span of OpenTelemetry, with the lengths of its documents. Its trace is the query."""
-
-    query: QueryId
-    id: str
-    parent_id: str
-    kind: str
-    seconds: ClockTime
-    end_s: ClockTime
-    tokens: Sizes
+Event = LogLine | TraceSpan | BrokenSpan
 
 
 @validated
 def read_log(path: Path, usual_tokens: Count) -> Trace:
     """Read a log of any of the four kinds, which its content tells apart.
 
+    The trace's provenance has the numbers of queries without chunks and of broken spans, and a table's separator.
+
     usual_tokens: length of a chunk whose length the log does not have.
 
     :raises TraceError: the file cannot be read, is of no known kind, or is broken; the message names the line.
     """
-    first = next((line for line in LineReader(path).lines() if line.strip()), b"")
-    if b'"streamrag-trace"' in first:
+    log = _Log(path)
+    if '"streamrag-trace"' in log.first_line:
         return read_trace(path)
-    texts: Iterable[bytes] = LineReader(path).lines()
-    if first.strip() == b"{":  # one value on several lines
-        texts = [b"".join(texts)]
     by_query: dict[str, list[LogLine | TraceSpan]] = {}
-    for number, text in enumerate(texts, start=1):
-        try:
-            for line in _events(text.decode(errors="replace").strip(), is_first=number == 1):
-                by_query.setdefault(line.query, []).append(line)
-        except ValidationError as error:
-            raise TraceError(f"{path}, line {number}: {LineError(error, is_tagged=False)}; {HELP}") from error
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, csv.Error) as error:
-            raise TraceError(f"{path}, line {number}: it is no event of a log ({error!r:.200}); {HELP}") from error
+    for event in log.events():
+        by_query.setdefault(event.query, []).append(event)
     start_s = min((line.seconds for line in chain(*by_query.values())), default=0.0)
     queries = [query for each in by_query.items() if (query := _query(*each, start_s, usual_tokens))]
     if not queries:
-        raise TraceError(f"{path} has no query with chunks; {HELP}")
+        broken = log.notes.get("first_broken_span")
+        raise TraceError(
+            f"{path} has no query with chunks; " + (f"spans are broken, the first in {broken}; " * bool(broken)) + HELP
+        )
     queries.sort(key=lambda query: query.arrival_s)
-    return Trace(tuple(queries), {"made_from": "a log", "num_without_chunks": len(by_query) - len(queries)})
+    provenance = {"made_from": "a log", "num_without_chunks": len(by_query) - len(queries)}
+    return Trace(tuple(queries), provenance | log.notes)
+
+
+class _Log:
+    """A file of events, read in the form that its first line tells."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._head = next(LineReader(path).lines(), b"")
+        self.first_line = next((text.strip("\ufeff \t\r\n") for text in self._texts("replace") if text.strip()), "")
+        self.notes: dict[str, Any] = {}
+        """Facts about how the file was read, for the provenance."""
+        self._num_spans = 0
+
+    def events(self) -> Iterator[LogLine | TraceSpan]:
+        """Yield the events. Raises TraceError, which names the line, unless there are spans in others."""
+        for number, make in self._makers():
+            try:
+                for event in make:
+                    self._num_spans += not isinstance(event, LogLine)
+                    if isinstance(event, BrokenSpan):
+                        self._leave_out(f"line {number}: it is no event of a log ({event.reason})")
+                    else:
+                        yield event
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, csv.Error) as error:
+                what = _problem(error)
+                if not self._num_spans:
+                    raise TraceError(f"{self._path}, line {number}: {what}{self._separator()}; {HELP}") from error
+                self._leave_out(f"line {number}: {what}")
+
+    def _makers(self) -> Iterator[tuple[int, Iterable[Event]]]:
+        """Yield the number of each line, or of the first line of each value, and an iterable of its events."""
+        if self._head[:1] in (b"\n", b"\0") and (values := protobuf_values(b"".join(LineReader(self._path).lines()))):
+            yield from ((1, spans_in(value)) for value in values)
+            return
+        is_json = self.first_line[:1] in ("{", "[")
+        lines = enumerate(self._texts("replace" if is_json else "backslashreplace"), start=1)
+        filled = ((number, line) for number, text in lines if (line := text.strip("\ufeff \r\n")).strip())
+        if is_json and not _is_value(self.first_line):
+            yield from _values("\n".join(self._texts("replace")))
+        elif is_json:
+            yield from ((number, _json_events(text)) for number, text in filled)
+        else:
+            yield from self._rows(filled)
+
+    def _rows(self, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, Iterable[Event]]]:
+        table: EventTable | None = None
+        for number, row in lines:
+            if table is None:
+                table = EventTable(row)
+                self.notes["separator"] = table.separator
+            yield number, table.events(row)
+
+    def _texts(self, errors: str) -> Iterator[str]:
+        """Yield the lines as text, in the encoding of the byte order mark, or UTF-8. They end with LF, CR or CRLF."""
+        is_wide = self._head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        decoder = codecs.getincrementaldecoder("utf-16" if is_wide else "utf-8-sig")(errors)
+        lines = io.IncrementalNewlineDecoder(decoder, translate=True)
+        rest = ""
+        for block in LineReader(self._path).lines():
+            *complete, rest = (rest + lines.decode(block)).split("\n")
+            yield from complete
+        yield rest + lines.decode(b"", final=True)
+
+    def _leave_out(self, reason: str) -> None:
+        self.notes["num_broken_spans"] = self.notes.get("num_broken_spans", 0) + 1
+        self.notes.setdefault("first_broken_span", reason)
+
+    def _separator(self) -> str:
+        """Return a note on the separator, if it is not a comma."""
+        separator = self.notes.get("separator", ",")
+        return "" if separator == "," else f" (columns are separated by {separator!r})"
+
+
+def _problem(error: Exception) -> str:
+    """Return what is wrong with a line, in words."""
+    if isinstance(error, ValidationError):
+        return str(LineError(error, is_tagged=False))
+    return f"it is no event of a log ({error!r:.200})"
+
+
+def _is_value(line: str) -> bool:
+    try:
+        parse_json(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _values(text: str) -> Iterator[tuple[int, Iterable[Event]]]:
+    """Yield the JSON values in a text, each on several lines, as the number of its first line and its events."""
+    decoder, end, number = json.JSONDecoder(), 0, 1
+    while (begin := _SPACE.match(text, end).end()) < len(text):  # type: ignore[union-attr]
+        number += text.count("\n", end, begin)
+        try:
+            _, end = decoder.raw_decode(text, begin)
+        except (RecursionError, ValueError):
+            end = len(text)  # then parsing it says why
+        yield number, _json_events(text[begin:end])
+        number += text.count("\n", begin, end)
+
+
+def _json_events(text: str) -> Iterator[Event]:
+    """Yield the events of a JSON value: spans, an event, or a list of events. Raises what wrong values raise."""
+    value = parse_json(text)
+    for each in value if isinstance(value, list) else [value]:
+        yield from spans_in(each) if has_spans(each) else [LogLine.model_validate(each)]
 
 
 def _query(query_id: str, events: list[LogLine | TraceSpan], start_s: float, usual_tokens: int) -> TracedQuery | None:
     """Return a query from its question, or first line, to its end, or last line; None without chunks."""
-    lines = [*(event for event in events if isinstance(event, LogLine)), *_lines_of(events)]
+    spans = dict.fromkeys(event for event in events if isinstance(event, TraceSpan))  # some are exported twice
+    lines = [*(event for event in events if isinstance(event, LogLine)), *lines_of(list(spans))]
     lines.sort(key=lambda line: (line.seconds, line.event == "end"))
     first = next((place for place, line in enumerate(lines) if line.event == "chunks"), None)
     if first is None:
@@ -95,58 +182,7 @@ def _query(query_id: str, events: list[LogLine | TraceSpan], start_s: float, usu
     for line in lines[first : last + 1]:
         sizes = (usual_tokens,) if line.tokens is None else line.tokens
         for size in sizes if line.event == "chunks" else ():
-            chunk = TracedChunk(f"{query_id} {len(chunks)}", size)
+            chunk = TracedChunk(f"{query_id} {len(chunks)}", size or usual_tokens)
             chunks.append(TracedAppend(max(line.seconds - begin_s, 0.0), chunk))
     end_s = max(lines[last].seconds - begin_s, 0.0)
     return TracedQuery(query_id, begin_s - start_s, "", tuple(chunks), end_s) if chunks else None
-
-
-def _lines_of(events: list[LogLine | TraceSpan]) -> Iterator[LogLine]:
-    """Yield the events of a trace's spans; none without a retriever.
-
-    The question is at the first span, and documents at the end of their retriever. The end is at the first start of
-    the model after all documents, or at the last of these.
-    """
-    spans = [event for event in events if isinstance(event, TraceSpan)]
-    retrievers = {span.id: span for span in spans if span.kind == "RETRIEVER"}
-    # A retriever returns what the retrievers in it found.
-    outer = [span for span in retrievers.values() if span.parent_id not in retrievers]
-    if outer:
-        query, end_s = outer[0].query, max(span.end_s for span in outer)
-        yield LogLine(query=query, event="question", seconds=min(span.seconds for span in spans))
-        for span in outer:
-            yield LogLine(query=query, event="chunks", seconds=span.end_s, tokens=span.tokens)
-        starts = (span.seconds for span in spans if span.kind == "LLM" and span.seconds >= end_s)
-        yield LogLine(query=query, event="end", seconds=min(starts, default=end_s))
-
-
-def _events(text: str, *, is_first: bool) -> Iterator[LogLine | TraceSpan]:
-    """Yield the events in a line: a JSON object, spans, or a row of a CSV, whose first row may be a heading.
-
-    Raises ValidationError, or what wrong values raise.
-    """
-    if text.startswith("{"):
-        value = parse_json(text)
-        yield from _spans(value) if "resourceSpans" in value else [LogLine.model_validate(value)]
-    elif text and not (is_first and text.lower().endswith("seconds")):
-        query, event, seconds = next(csv.reader([text], strict=True))
-        name, colon, tokens = event.strip().partition(":")
-        sizes = (tokens,) if colon else None
-        name = "chunks" if name == "chunk" else name
-        yield LogLine.model_validate({"query": query, "event": name, "seconds": seconds, "tokens": sizes})
-
-
-def _spans(value: Mapping[str, Any]) -> Iterator[TraceSpan]:
-    """Yield the spans in OTLP's JSON. Their kind is OpenInference's, or else follows from the name or the operation."""
-    scopes = (scope for each in value["resourceSpans"] for scope in each.get("scopeSpans", ()))
-    for span in (span for scope in scopes for span in scope.get("spans", ())):
-        start_s, end_s = (int(span[f"{name}TimeUnixNano"]) / 1e9 for name in ("start", "end"))
-        attributes = {each["key"]: each.get("value", {}) for each in span.get("attributes", ())}
-        texts = {name: str(next(iter(each.values()), "")) for name, each in attributes.items()}
-        usual = "LLM" if texts.get("gen_ai.operation.name") in MODEL_OPERATIONS else ""
-        usual = "RETRIEVER" if "retriev" in span.get("name", "").lower() else usual
-        kind = texts.get("openinference.span.kind") or usual
-        documents = [text for name, text in texts.items() if name.endswith(".document.content")]
-        tokens = [max(len(text) // CHARS_PER_TOKEN, 1) for text in documents] or None
-        ids = {"query": span["traceId"], "id": span["spanId"], "parent_id": span.get("parentSpanId") or ""}
-        yield TraceSpan.model_validate({**ids, "kind": kind, "seconds": start_s, "end_s": end_s, "tokens": tokens})

@@ -1,7 +1,9 @@
 """`streamrag advise`: what streaming would save, from a log of an application's retrieval."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -9,6 +11,7 @@ from streamrag.cli.output import Output, markup
 from streamrag.trace.write import write_trace
 from streamrag_bench.advice.advice import Advice, advise, first_token, name_of
 from streamrag_bench.advice.logs import read_log
+from streamrag_bench.advice.table import SEPARATORS
 from streamrag_bench.cli.bench.options import DEFAULT_PROFILE, floats
 from streamrag_bench.report.html import figure_text
 
@@ -44,16 +47,22 @@ def _run(arguments: argparse.Namespace) -> int:
     limits = {"num_output_tokens": arguments.output_tokens, "max_context_tokens": arguments.max_context_tokens}
     advice = advise(trace, arguments.profile, qps=arguments.qps or (None,), **limits)
     if arguments.json:
-        Output().print_json_text(advice.as_json())
+        Output().print_json_text({**advice.as_json(), "log": dict(trace.provenance)})
     else:
-        _print(advice, arguments.log)
+        _print(advice, arguments.log, trace.provenance)
     return 0
 
 
-def _print(advice: Advice, log: Path) -> None:
-    """Print the advice as one page: savings and costs, reasons, settings, error."""
+def _print(advice: Advice, log: Path, provenance: Mapping[str, Any]) -> None:
+    """Print the advice as one page: how the log was read, savings and costs, reasons, settings, error."""
     console = Output()
     console.print_line(markup("[bold]{}[/]: {} queries, simulated on {}", log, advice.num_queries, advice.hardware))
+    if separator := provenance.get("separator"):
+        console.print_line(f"Its columns are separated by {SEPARATORS.get(separator, repr(separator))}.")
+    if num_broken := provenance.get("num_broken_spans"):
+        console.print_line(
+            markup("{} broken spans are left out, the first in {}", num_broken, provenance["first_broken_span"])
+        )
     console.print("\nSimulated seconds from the end of retrieval to the first token, without streaming and saved:")
     names = ("without,\nP50", "saved,\nP50", "without,\nP95", "saved,\nP95", "engine\ntime")
     table = Table("", *names, box=None, pad_edge=False)

@@ -115,13 +115,16 @@ def test_retrieval_ends_with_the_last_retriever_or_as_the_model_starts_after_it(
         assert shape(read(tmp_path, json.dumps(otlp(*spans, *models)))) == [(0.0, 0.7, [(0.5, 300)])]
 
 
-def test_a_span_s_kind_is_trusted_before_its_name_and_a_retriever_in_a_retriever_is_not_counted(tmp_path: Path) -> None:
+def test_a_span_s_kind_is_trusted_before_its_name_and_the_innermost_retriever_has_the_documents(
+    tmp_path: Path,
+) -> None:
     spans = [
         span("a", "retrieval_chain", 10, 14, **{KIND: "CHAIN"}),
         span("a", "both", 10.1, 11, **{KIND: "RETRIEVER", TEXT: "x" * 1_200}),
-        span("a", "one", 10.1, 10.5, **{KIND: "RETRIEVER", TEXT: "x" * 80}) | {"parentSpanId": "both"},
+        span("a", "step", 10.1, 10.6) | {"parentSpanId": "both"},
+        span("a", "one", 10.1, 10.5, **{KIND: "RETRIEVER", TEXT: "x" * 80}) | {"parentSpanId": "step"},
     ]
-    assert shape(read(tmp_path, json.dumps(otlp(*spans)))) == [(0.0, 1.0, [(1.0, 300)])]
+    assert shape(read(tmp_path, json.dumps(otlp(*spans)))) == [(0.0, 1.0, [(0.5, 20)])]
 
 
 def test_spans_may_have_empty_values_and_times_as_numbers(tmp_path: Path) -> None:

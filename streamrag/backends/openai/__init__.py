@@ -4,6 +4,8 @@ backend             the backend: sends prompts, streams answers
 server_tokenizer    the server's tokenizer, if it has an endpoint for it
 answers             validates the fields of the server's responses
 http                requests, retries, limits
+event_stream        parses server-sent events
+messages            what a server says about an error
 bytes               counts the bytes that the server sends
 """
 

@@ -1,10 +1,9 @@
 """Validates the fields of an OpenAI-compatible server's responses. An invalid field raises a `ServerError`."""
 
 import reprlib
-from collections.abc import Iterator
 from typing import Any
 
-from streamrag.backends.openai.http import clean
+from streamrag.backends.openai.messages import clean
 from streamrag.core import AnswerChunk, TokenUsage
 from streamrag.errors import ServerError
 from streamrag.support.bounded_reading import without_lone_surrogates
@@ -12,11 +11,6 @@ from streamrag.support.bounded_reading import without_lone_surrogates
 MAX_NUMBER = 2**31 - 1
 MAX_REASON_CHARS = 100
 GIVEN_UP = ("abort", "cancelled", "error")  # finish reasons with which servers report an incomplete answer
-
-
-def objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Iterate over the objects in an untrusted list."""
-    return (entry for entry in value if isinstance(entry, dict)) if isinstance(value, list) else iter(())
 
 
 def length(value: Any, *, server: str, name: str) -> int:

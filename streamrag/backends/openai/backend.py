@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 
 import anyio.to_thread
 
-from streamrag.backends.openai.answers import answer_chunk, length, objects, token_usage
-from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RequestRejectedError, Server, clean
+from streamrag.backends.openai.answers import answer_chunk, length, token_usage
+from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RequestRejectedError, Server, StrayTextError
+from streamrag.backends.openai.messages import clean, objects
 from streamrag.backends.openai.server_tokenizer import ServerTokenizer, ask_for_tokenizer
 from streamrag.backends.special_token_guard import TextTokenizer
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
@@ -60,7 +61,7 @@ class OpenAIBackend:
     tokenizer: the model's own, or a path or hub name to load it from. By default the server tokenizes every text, if
         it has `/tokenize`.
     api_key: sent with every request.
-    max_model_len: most tokens of prompt and answer together. By default the server's value.
+    max_model_len: most tokens of prompt and answer together. By default the server's, from its list of models.
     timeout_s: the longest silence of the server, before or within an answer.
     max_retries: retries of a connection that fails before the server's first byte. Nothing else is retried.
     retry_delay_s: seconds before the first retry; each further delay is longer.
@@ -86,14 +87,15 @@ class OpenAIBackend:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"base_url={base_url!r} is not an http or https address like http://host:8000/v1")
-        self._url = base_url.rstrip("/") if parts.path.strip("/") else f"{base_url.rstrip('/')}/v1"
+        address = parts._replace(path=parts.path.rstrip("/") or "/v1", fragment="").geturl()
+        self._url = address.partition("?")[0]
         self._wanted_model = model
         self._model_name = model or ""
         self._given_tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._make_server = partial(
             Server,
-            self._url,
+            address,
             api_key=api_key,
             timeout_s=timeout_s,
             max_retries=max_retries,
@@ -127,7 +129,8 @@ class OpenAIBackend:
         progress(f"connecting to {self._url}")
         try:
             self._server = await anyio.to_thread.run_sync(self._make_server)
-            max_model_len = await self._find_model(self._server)
+            wanted = self._wanted_model, self._max_model_len
+            self._model_name, max_model_len = await _find_model(self._server, *wanted, progress)
             tokenizer = await self._make_tokenizer(self._server)
         except BaseException:
             await self.aclose()
@@ -165,32 +168,6 @@ class OpenAIBackend:
             return given if self._takes_ids else TextTokenizer(given)
         # A server that tokenizes but accepts only text is sent text, whose length is counted in characters.
         return TextTokenizer(given if self._takes_ids else CodePointTokenizer())
-
-    async def _find_model(self, server: Server) -> int:
-        """Find the wanted model, or else the only one served, whose name is kept, and return the model's length.
-
-        The length is `max_model_len` if given, else the server's. Raises ConfigurationError if the wanted model is not
-        served, or there is not exactly one, or no length; ServerError for an invalid length or a name that is too long.
-        """
-        answer = await server.ask("GET", "/models")
-        models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
-        if self._wanted_model is None:
-            if len(models) != 1:
-                raise ConfigurationError(f"{self._url} serves {clean(', '.join(models)) or 'no model'}: name the model")
-            (self._model_name,) = models
-            if len(self._model_name) > MAX_MODEL_NAME_CHARS:  # the name is sent with every request, and displayed
-                raise ServerError(
-                    f"{self._url} serves a model whose name has {len(self._model_name):,} characters, and "
-                    f"{MAX_MODEL_NAME_CHARS:,} is the most: {clean(self._model_name)}"
-                )
-        if self._model_name not in models:
-            served = clean(", ".join(models)) or "nothing"
-            raise ConfigurationError(f"{self._url} does not serve {self._model_name!r}. It serves: {served}")
-        if self._max_model_len is not None:
-            return self._max_model_len
-        if (max_model_len := models[self._model_name].get("max_model_len")) is not None:
-            return length(max_model_len, server=self._url, name="max_model_len")
-        raise ConfigurationError(f"{self._url} reports no length of the model: give max_model_len (--max-model-len)")
 
     async def _test_token_ids(self, ids: list[int]) -> None:
         """Send `ids` as a prompt, and ask for their echo; if the server refuses, send them without asking.
@@ -259,26 +236,30 @@ class OpenAIBackend:
     ) -> AsyncGenerator[AnswerChunk, None]:
         """Yield the chunks of the answers; each answer's final one follows after all events, the last with `usage`.
 
-        Raises ServerError if an answer has no final chunk.
+        Raises ServerError if an answer has no final chunk, with what the server sent in its place.
         """
         ends: dict[int, AnswerChunk] = {}
         reported: Any = None
         texts, num_ids = [""] * params.n, 0
         num_tokens = params.n * min(params.max_tokens, self.model.max_model_len)
-        async with aclosing(self._events(body, num_prompt_tokens, num_tokens)) as events:
-            async for event in events:
-                reported = event.get("usage") or reported
-                for choice in islice(objects(event.get("choices")), params.n):
-                    chunk = answer_chunk(choice, server=self._url, n=params.n)
-                    texts[chunk.index] += chunk.text
-                    num_ids += len(chunk.token_ids)
-                    if held := ends.pop(chunk.index, None):  # was not the last, although it had a finish_reason
-                        yield replace(held, finish_reason=None)
-                        chunk = replace(chunk, finish_reason=chunk.finish_reason or held.finish_reason)
-                    if chunk.finish_reason is not None:
-                        ends[chunk.index] = chunk
-                    else:
-                        yield chunk
+        try:
+            async with aclosing(self._events(body, num_prompt_tokens, num_tokens)) as events:
+                async for event in events:
+                    reported = event.get("usage") or reported
+                    for choice in islice(objects(event.get("choices")), params.n):
+                        chunk = answer_chunk(choice, server=self._url, n=params.n)
+                        texts[chunk.index] += chunk.text
+                        num_ids += len(chunk.token_ids)
+                        if held := ends.pop(chunk.index, None):  # was not the last, although it had a finish_reason
+                            yield replace(held, finish_reason=None)
+                            chunk = replace(chunk, finish_reason=chunk.finish_reason or held.finish_reason)
+                        if chunk.finish_reason is not None:
+                            ends[chunk.index] = chunk
+                        else:
+                            yield chunk
+        except StrayTextError:
+            if len(ends) < params.n:
+                raise
         if len(ends) < params.n:
             raise ServerError(f"{self._url} ended the stream in the middle of an answer")
         *others, last = ends.values()
@@ -335,6 +316,43 @@ class OpenAIBackend:
         if self._server is None:
             raise BackendError("the backend is not running: it was closed, or not started")
         return self._server
+
+
+async def _find_model(server: Server, name: str | None, num_tokens: int | None, progress: Progress) -> tuple[str, int]:
+    """Return the name and length of the wanted model, or else of the only one served.
+
+    The length is `num_tokens` if given, else the server's. If both are given, only a server that cannot be reached is
+    an error. Otherwise raises ConfigurationError if the wanted model is not served, or there is not exactly one, or no
+    length; ServerError without a list, for an invalid length or a name that is too long.
+    """
+    is_given = name is not None and num_tokens is not None
+    try:
+        answer = await server.ask("GET", "/models")
+    except ServerError as error:
+        if not is_given or error.__cause__:  # the error of a connection
+            raise
+        answer = {}
+    models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
+    served = clean(", ".join(models))
+    if name is None:
+        if len(models) != 1:
+            raise ConfigurationError(f"{server.url} serves {served or 'no model'}: name the model")
+        (name,) = models
+        if len(name) > MAX_MODEL_NAME_CHARS:  # the name is sent with every request, and displayed
+            raise ServerError(
+                f"{server.url} serves a model whose name has {len(name):,} characters, and "
+                f"{MAX_MODEL_NAME_CHARS:,} is the most: {clean(name)}"
+            )
+    if name not in models:
+        problem = f"{server.url} does not serve {name!r}. It serves: {served or 'nothing'}"
+        if not is_given:
+            raise ConfigurationError(f"{problem}. To use it all the same, give max_model_len (--max-model-len)")
+        progress(f"{problem}. It is used all the same, because max_model_len is given")
+    if num_tokens is not None:
+        return name, num_tokens
+    if (max_model_len := models[name].get("max_model_len")) is not None:
+        return name, length(max_model_len, server=server.url, name="max_model_len")
+    raise ConfigurationError(f"{server.url} reports no length of the model: give max_model_len (--max-model-len)")
 
 
 def _body(params: SamplingParams) -> dict[str, Any]:

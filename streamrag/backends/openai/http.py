@@ -5,7 +5,6 @@ by a codec that the server names; cookies are not stored and redirects not follo
 """
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -13,15 +12,15 @@ from typing import Any
 
 import anyio
 import httpx
-from httpx_sse import EventSource, SSEError
 
 from streamrag.backends.openai.bytes import Bounds, CountingTransport, TooMuchError, bound_body
+from streamrag.backends.openai.event_stream import event_data
+from streamrag.backends.openai.messages import MAX_ERROR_BYTES, clean, is_error, server_words
 from streamrag.errors import ConfigurationError, ServerError
 from streamrag.support.bounded_reading import parse_json
 from streamrag.support.counted_stream import ResponseTooLargeError
 
-MAX_MESSAGE_CHARS = 500
-MAX_ERROR_BYTES = 1 << 16
+NO_STREAM = "did not answer with a stream of events"
 MAX_ANSWER_BYTES = 1 << 22
 """Most bytes of a JSON response: enough for a list of a thousand models, or a prompt of 500,000 token ids."""
 MAX_VALUES = 1 << 19
@@ -32,14 +31,18 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class RequestRejectedError(ServerError):
-    """The server refuses this request: status 400, 404, 405, 422 or 501."""
+    """The server refuses this request: status 400, 404, 405, 422 or 501, or an error in place of the answer."""
+
+
+class StrayTextError(ServerError):
+    """The stream has ended, and had something else than chunks of an answer, which may be why the answer is missing."""
 
 
 REFUSALS = (400, 404, 405, 422, 501)
 
 
 class Server:
-    """Connections to one server. Construct it in a thread: it loads certificates.
+    """Connections to one server. Construct it in a thread: it loads certificates. No message shows the query in `url`.
 
     `timeout_s` limits silence, and the time for any single item: the headers of a response, its JSON, an event of a
     stream. Connections that fail before the first byte are retried `max_retries` times.
@@ -48,7 +51,8 @@ class Server:
     def __init__(
         self, url: str, *, api_key: str | None, timeout_s: float, max_retries: int, retry_delay_s: float
     ) -> None:
-        self.url = url
+        self.url, mark, query = url.partition("?")
+        self._query = mark + query
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         self._retry_delay_s = retry_delay_s
@@ -68,40 +72,48 @@ class Server:
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, max_bytes: int = MAX_ANSWER_BYTES
     ) -> dict[str, Any]:
-        """Send `body` and return the JSON object of the response, of at most `max_bytes`. `path` may be a whole URL.
+        """Send `body` and return the JSON object of the response, of at most `max_bytes`; a list is returned as `data`.
 
-        Only connections that fail before the response are retried. Raises ServerError for all else, also a status other
-        than 200, and ConfigurationError if `body` cannot be written as JSON.
+        `path` may be a whole URL. Only connections that fail before the response are retried. Raises ServerError for
+        all else, also a status other than 200, and ConfigurationError if `body` cannot be written as JSON.
         """
         async with self._response(method, path, body, Bounds(max_bytes)) as response:
             async with asyncio.timeout(self._timeout_s):
                 await response.aread()
-            return _object(response.text)
+            value = _object(response.text, may_be_list=True)
+            if is_error(value):
+                raise RequestRejectedError(f"{self._address(path)} failed: {server_words(response.text)}")
+            return value
 
     async def stream(
         self, path: str, body: Mapping[str, Any], *, max_bytes: int, max_events: int, max_event_bytes: int
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Post `body` and yield the JSON object of each event up to `[DONE]` or the end of the response.
 
-        Raises ServerError for an event with `error`, for one that is no object, and at a limit.
+        Raises ServerError for an event with an error, for one that is no object, and at a limit; at the end
+        StrayTextError, if there was anything but events with choices.
         """
         bounds = Bounds(max_bytes, max_lines=MAX_EVENT_LINES * max_events, max_line_bytes=max_event_bytes)
-        async with (
-            self._response("POST", path, body, bounds) as response,
-            aclosing(EventSource(response).aiter_sse()) as events,
-        ):
-            for _ in range(max_events):
-                async with asyncio.timeout(self._timeout_s):
-                    event = await anext(events, None)
-                if event is None or event.data == "[DONE]":
-                    return
-                if len(event.data) > max_event_bytes:
-                    raise TooMuchError(f"{max_event_bytes:,} bytes in one event")
-                value = _object(event.data)
-                if "error" in value:
-                    raise ServerError(f"{self.url} failed during an answer: {_message(event.data)}")
-                yield value
-            raise TooMuchError(f"{max_events:,} events")
+        async with self._response("POST", path, body, bounds) as response:
+            other, value, stray = "", dict[str, Any](), list[str]()
+            async with aclosing(event_data(response.aiter_bytes(), stray)) as events:
+                for _ in range(max_events):
+                    async with asyncio.timeout(self._timeout_s):
+                        data = await anext(events, "[DONE]")
+                    if data == "[DONE]":
+                        break
+                    if len(data) > max_event_bytes:
+                        raise TooMuchError(f"{max_event_bytes:,} bytes in one event")
+                    value = _object(data)
+                    if is_error(value):
+                        raise ServerError(f"{self.url} failed during an answer: {server_words(data)}")
+                    other = other if "choices" in value else data
+                    yield value
+                else:
+                    raise TooMuchError(f"{max_events:,} events")
+            if text := server_words("\n".join(stray) or other):
+                what = "ended the stream in the middle of an answer" if value else NO_STREAM
+                raise StrayTextError(f"{self.url} {what}: {text}")
 
     @asynccontextmanager
     async def _response(
@@ -109,7 +121,7 @@ class Server:
     ) -> AsyncIterator[httpx.Response]:
         """Open a response of status 200 with a bounded, unread body, and close it. Errors inside are translated too.
 
-        Raises RequestRejectedError for a status in `REFUSALS`, ServerError for others or an encoded body.
+        Raises RequestRejectedError for a status in `REFUSALS`, ServerError for others, a page or an encoded body.
         """
         with self._errors_translated():
             response = await self._send(method, path, body)
@@ -117,13 +129,15 @@ class Server:
                 coding = response.headers.get("content-encoding", "identity")
                 if coding != "identity":
                     raise ServerError(f"{self.url} sent a response in the unsupported encoding {clean(coding)}")
-                bound_body(response, bounds if response.status_code == 200 else Bounds(bounds.max_bytes))
+                is_page = "html" in response.headers.get("content-type", "").lower()
+                is_answer = response.status_code == 200 and not is_page
+                bound_body(response, bounds if is_answer else Bounds(bounds.max_bytes))
                 response.encoding = "utf-8-sig"  # ignore the server's: some Python codecs decompress
-                if response.status_code != 200:
+                if not is_answer:
                     error = RequestRejectedError if response.status_code in REFUSALS else ServerError
                     async with asyncio.timeout(self._timeout_s):
-                        message = _message(await _beginning(response))
-                    is_elsewhere = response.status_code == 404 and not self.url.endswith("/v1")
+                        message = server_words(await _beginning(response)) or "no reason given"
+                    is_elsewhere = response.status_code in (200, 404) and not self.url.endswith("/v1")
                     hint = ". Most servers have addresses that end in /v1" if is_elsewhere else ""
                     raise error(f"{self._address(path)} answered with status {response.status_code}: {message}{hint}")
                 yield response
@@ -136,7 +150,7 @@ class Server:
         Raises httpx's error or TimeoutError, and ConfigurationError if `body` cannot be written as JSON.
         """
         try:
-            request = self._client.build_request(method, self._address(path), json=body)
+            request = self._client.build_request(method, self._address(path) + self._query, json=body)
         except (TypeError, ValueError) as error:  # from `SamplingParams.extra`
             raise ConfigurationError(f"the request cannot be written as JSON: {error}") from error
         for attempt in range(self._max_retries):
@@ -163,8 +177,6 @@ class Server:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             why = clean(str(error)) or "no answer"
             raise ServerError(f"{self.url} cannot be reached: {why}. Is the server running?") from error
-        except SSEError as error:
-            raise ServerError(f"{self.url} did not answer with a stream of events: {clean(str(error))}") from error
         except (httpx.TimeoutException, TimeoutError) as error:
             raise ServerError(f"{self.url} has sent nothing, or nothing complete, for {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
@@ -185,20 +197,16 @@ class _NotAnObjectError(Exception):
     """The text, shortened, that is not a JSON object."""
 
 
-def clean(text: str) -> str:
-    """Return untrusted text short, on one line, and without control or direction characters."""
-    text = "".join(character if character.isprintable() else " " for character in text[:MAX_MESSAGE_CHARS])
-    return text.strip()
-
-
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str, *, may_be_list: bool = False) -> dict[str, Any]:
     """Return the JSON object in `text`; raise _NotAnObjectError for anything else, or for too many values."""
     try:
         value = parse_json(text) if sum(map(text.count, ",[{")) <= MAX_VALUES else None
     except ValueError:
         value = None
+    if may_be_list and isinstance(value, list):
+        return {"data": value}
     if not isinstance(value, dict):
-        raise _NotAnObjectError(repr(text[:MAX_MESSAGE_CHARS]))
+        raise _NotAnObjectError(repr(server_words(text)))
     return value
 
 
@@ -210,14 +218,3 @@ async def _beginning(response: httpx.Response) -> str:
         if len(body) > MAX_ERROR_BYTES:
             break
     return body[:MAX_ERROR_BYTES].decode(errors="replace")
-
-
-def _message(text: str) -> str:
-    """Return the clean message in the JSON of an error, or else the text; "no reason given" if that is empty."""
-    try:
-        value = json.loads(text)
-        error = value.get("error", value)
-        message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    except (ValueError, AttributeError, RecursionError):
-        message = None
-    return clean(message if isinstance(message, str) and message else text) or "no reason given"
