@@ -59,6 +59,7 @@ NEEDS: Sequence[tuple[str, Collection[str], Sequence[str]]] = (
 """Sections, settings in them, and those of which one must be set for these to have an effect."""
 
 EXCLUDES = (
+    ("model.ignore_tools", "model.tool_call_parser", "leaves model.tool_call_parser without use", "Remove one of them"),
     ("replicas.number", "model.server", "is for an embedded vLLM, and model.server is set", ""),
     ("engine.log_path", "replicas.number", "is one file, and each replica would write to it", "Leave it out"),
     ("engine.log_path", "engine.lanes", "is one file, and each lane would write to it", "Leave it out"),

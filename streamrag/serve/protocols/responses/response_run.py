@@ -1,47 +1,33 @@
 """One response from its admission to its last event, over HTTP or over WebSocket."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import TypeAlias
 
 from streamrag.core import Turn
 from streamrag.serve.connections.json_body import encode_json
 from streamrag.serve.observe.observer import Interface
 from streamrag.serve.open_queries import Caller
-from streamrag.serve.protocols.chat.query import conversation_options
-from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
+from streamrag.serve.protocols.chat.query import query_options
+from streamrag.serve.protocols.conversation_stream import conversation_events
 from streamrag.serve.protocols.responses.encoder import ResponseEncoder, ServerEvent
 from streamrag.serve.protocols.responses.requests import CheckedRequest
 from streamrag.serve.protocols.responses.states import State
-from streamrag.serve.service import Service, conversation_of
+from streamrag.serve.request_fields import split_turns
+from streamrag.serve.service import Service
 from streamrag.telemetry import Answered, QueryEvent
 
 SendEvent: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
 
 
-@asynccontextmanager
-async def query_events(
+def query_events(
     service: Service, caller: Caller, interface: Interface, request: CheckedRequest
-) -> AsyncIterator[AsyncIterator[QueryEvent]]:
-    """Admit a request and give its events: of the service's retrieval and answer, or of the conversation alone,
-    streamed as one complete prompt."""
-    if request.retrieves:
-        question, options = conversation_options(service, request.conversation, "input", request.params)
-        async with service.events(caller, interface, question, **options) as events:
-            yield events
-        return
-    async with service.open(
-        caller,
-        interface,
-        request.question,
-        max_tokens=request.params.max_tokens,
-        deadline_s=service.limits.deadline_s,
-    ) as opened:
-        conversation_id = conversation_of(caller, request.turns, request.question)
-        stream = ConversationStream(service, opened, request.params, conversation_id)
-        await stream.extend(request.conversation, is_complete=True)
-        async with aclosing(stream.events()) as events:
-            yield events
+) -> AbstractAsyncContextManager[AsyncIterator[QueryEvent]]:
+    """Admit a request and give its events: of the service's retrieval and answer, or of the conversation alone."""
+    if not request.retrieves:
+        return conversation_events(service, caller, interface, request.conversation, request.params)
+    system, history, question = split_turns(request.conversation, "input")
+    return service.events(caller, interface, question, **query_options(service, system, history, request.params))
 
 
 class ResponseRun:
@@ -51,12 +37,13 @@ class ResponseRun:
         self,
         request: CheckedRequest,
         model: str,
+        base_url: str | None = None,
         *,
         keep: Callable[[State], None] | None = None,
         send: SendEvent | None = None,
     ) -> None:
         self.request = request
-        self.encoder = ResponseEncoder(request, model)
+        self.encoder = ResponseEncoder(request, model, base_url)
         self.send = send
         self._on_complete = keep
         self._last: list[ServerEvent] = []
