@@ -83,9 +83,11 @@ def _status_routes(service: Service) -> list[BaseRoute]:
         return PlainTextResponse("dead\n", 503) if service.dead.is_set() else PlainTextResponse("ok\n")
 
     async def readyz(request: Request) -> Response:
-        if service.is_ready:
+        answers = not service.is_ready or await service.server_check.answers()
+        if service.is_ready and answers:
             return PlainTextResponse("ready\n")
-        return PlainTextResponse(f"not ready: {service.not_ready}\n", 503, {"retry-after": "5"})
+        why = service.not_ready or "the model's server does not answer"
+        return PlainTextResponse(f"not ready: {why}\n", 503, {"retry-after": "5"})
 
     health = Route("/health", healthz)  # vLLM's name, which GuideLLM and others ask for
     of_models = [Route("/v1/models", models), Route("/v1/models/{id:path}", model)]

@@ -12,6 +12,7 @@ from streamrag.serve.open_queries import OpenQueries
 from streamrag.support.messages import message_of
 
 CHECK_S = 0.5  # seconds between two health checks
+READY_S = 3.0  # seconds for the model's server to answer, before the service counts as not ready
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0  # Shortest and longest backoff. The first restart has none; it doubles from the second restart on.
 
@@ -24,6 +25,39 @@ class HasHealth(Protocol):
 
     def check_health(self) -> None:
         """Check that the backend works. Raises EngineDeadError if the engine has died."""
+
+
+@runtime_checkable
+class HasServer(Protocol):
+    """A backend whose model is on a server."""
+
+    async def check_server(self) -> None:
+        """Check that the server answers. Raises BackendError if it does not."""
+
+
+class ServerCheck:
+    """A check of the model's server, at most once in `CHECK_S`, however often load balancers ask."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lock = asyncio.Lock()
+        self._checked_s = -CHECK_S
+        self._answers = True
+
+    async def answers(self) -> bool:
+        """Return whether the server answered lately; without a server, True."""
+        async with self._lock:
+            if isinstance(self._backend, HasServer) and time.monotonic() - self._checked_s >= CHECK_S:
+                try:
+                    async with asyncio.timeout(READY_S):
+                        await self._backend.check_server()
+                except (BackendError, TimeoutError) as error:
+                    log.debug("the model's server does not answer: %s", error)
+                    self._answers = False
+                else:
+                    self._answers = True
+                self._checked_s = time.monotonic()
+            return self._answers
 
 
 class RestartBudget:

@@ -22,7 +22,7 @@ from streamrag.query.answer_stream import OnEvent
 from streamrag.query.options import QueryOptions
 from streamrag.serve.admission import Admission
 from streamrag.serve.connections.fair_share import FairShare
-from streamrag.serve.engine_watch import EngineWatch, RestartBudget
+from streamrag.serve.engine_watch import EngineWatch, RestartBudget, ServerCheck
 from streamrag.serve.failed_requests import FailedRequests
 from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Interface, Observer, Observers, ServedQuery
@@ -112,6 +112,7 @@ class Service:
         self._queries = OpenQueries(self.admission, notified)
         self.open = self._queries.open
         """Admits one query and holds its place for an `async with` block; see `OpenQueries.open`."""
+        self.server_check = ServerCheck(backend)
         self._engine = EngineWatch(backend, restarts or RestartBudget(0), self._queries)
         self._watch_task: asyncio.Task[None] | None = None
         self._has_aborted = False

@@ -168,11 +168,11 @@ class ChatRequest(RequestModel):
         return may_call or any(each.role == "tool" or each.tool_calls for each in self.messages)
 
 
-TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"})
+TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "tool_calls"})
 
 
 class ToollessChatRequest(ChatRequest):
-    """A request as if the client had no tools: without their definitions, calls and results, which may be invalid."""
+    """A request as if the client had no tools: without definitions, calls and results, which may be invalid."""
 
     @model_validator(mode="before")
     @classmethod
@@ -180,18 +180,11 @@ class ToollessChatRequest(ChatRequest):
         if not isinstance(values, dict):
             return values
         kept = {name: value for name, value in values.items() if name not in TOOL_FIELDS or value == "none"}
-        if isinstance(messages := values.get("messages"), list):
-            kept["messages"] = [_without_calls(each) for each in messages if not _is_of_tools(each)]
+        if isinstance(messages := kept.get("messages"), list):
+            kept["messages"] = [
+                {name: value for name, value in each.items() if name not in TOOL_FIELDS}
+                for each in messages
+                if isinstance(each, dict) and each.get("role") not in ("tool", "function")
+                and (each.get("content") or TOOL_FIELDS.isdisjoint(each))
+            ]  # fmt: skip
         return kept
-
-
-def _is_of_tools(message: Any) -> bool:
-    """Whether a message has nothing but a tool's result, or calls."""
-    return isinstance(message, dict) and (
-        message.get("role") in ("tool", "function")
-        or (bool(message.get("tool_calls") or message.get("function_call")) and not message.get("content"))
-    )
-
-
-def _without_calls(message: Any) -> Any:
-    return {**message, "tool_calls": None} if isinstance(message, dict) else message

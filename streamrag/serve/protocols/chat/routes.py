@@ -27,9 +27,9 @@ def routes(service: Service) -> list[Route]:
         caller: Caller = request.scope[CALLER]
         body = await read_body(request, ToollessChatRequest if service.ignores_tools else ChatRequest)
         service.ignored_fields.note(caller.client, body.check(service.chat_template))
-        asked = chat_query(service, body)
-        encoder = ChatEncoder(body.model or service.model_name, asked.reader, service.base_url)
-        query = asked.events(service, caller)
+        question, source, options, reader = chat_query(service, body)
+        encoder = ChatEncoder(body.model or service.model_name, reader, service.base_url)
+        query = service.events(caller, "chat", question, source=source, **options)
         if not body.stream:
             answer = await unless_disconnected(wait_for_answer(query, encoder.delta), request.receive)
             return JSONResponse(encoder.whole(answer))

@@ -6,4 +6,5 @@ requests              the schema of requests, and their checks
 states                stored responses, for `previous_response_id`
 encoder               encodes the events of a query as events of the protocol and as one response object
 response_run          one response, from its admission to its last event
+conversation_stream   the answer to a conversation that brings its own context
 """

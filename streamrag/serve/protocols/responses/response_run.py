@@ -1,33 +1,47 @@
 """One response from its admission to its last event, over HTTP or over WebSocket."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeAlias
 
 from streamrag.core import Turn
 from streamrag.serve.connections.json_body import encode_json
 from streamrag.serve.observe.observer import Interface
 from streamrag.serve.open_queries import Caller
-from streamrag.serve.protocols.chat.query import query_options
-from streamrag.serve.protocols.conversation_stream import conversation_events
+from streamrag.serve.protocols.chat.query import conversation_options
+from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
 from streamrag.serve.protocols.responses.encoder import ResponseEncoder, ServerEvent
 from streamrag.serve.protocols.responses.requests import CheckedRequest
 from streamrag.serve.protocols.responses.states import State
-from streamrag.serve.request_fields import split_turns
-from streamrag.serve.service import Service
+from streamrag.serve.service import Service, conversation_of
 from streamrag.telemetry import Answered, QueryEvent
 
 SendEvent: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
 
 
-def query_events(
+@asynccontextmanager
+async def query_events(
     service: Service, caller: Caller, interface: Interface, request: CheckedRequest
-) -> AbstractAsyncContextManager[AsyncIterator[QueryEvent]]:
-    """Admit a request and give its events: of the service's retrieval and answer, or of the conversation alone."""
-    if not request.retrieves:
-        return conversation_events(service, caller, interface, request.conversation, request.params)
-    system, history, question = split_turns(request.conversation, "input")
-    return service.events(caller, interface, question, **query_options(service, system, history, request.params))
+) -> AsyncIterator[AsyncIterator[QueryEvent]]:
+    """Admit a request and give its events: of the service's retrieval and answer, or of the conversation alone,
+    streamed as one complete prompt."""
+    if request.retrieves:
+        question, options = conversation_options(request.conversation, "input", request.params, service.template)
+        async with service.events(caller, interface, question, **options) as events:
+            yield events
+        return
+    async with service.open(
+        caller,
+        interface,
+        request.question,
+        max_tokens=request.params.max_tokens,
+        deadline_s=service.limits.deadline_s,
+    ) as opened:
+        conversation_id = conversation_of(caller, request.turns, request.question)
+        stream = ConversationStream(service, opened, request.params, conversation_id)
+        await stream.extend(request.conversation, is_complete=True)
+        async with aclosing(stream.events()) as events:
+            yield events
 
 
 class ResponseRun:

@@ -21,7 +21,7 @@ from streamrag.errors import ConfigurationError, DeadlineExceededError, PromptTo
 from streamrag.serve.connections.json_socket import Frames
 from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import Caller
-from streamrag.serve.protocols.conversation_stream import ConversationStream
+from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
 from streamrag.serve.protocols.responses.requests import ResponseRequest, check_request
 from streamrag.serve.protocols.responses.response_run import ResponseRun
 from streamrag.serve.protocols.responses.states import StateStore

@@ -2,18 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
-from streamrag.core import Prefilled, Prompt, SamplingParams, Tokenizer, Turn, common_prefix_len, part_name
+from streamrag.core import Prefilled, Prompt, SamplingParams, Turn, common_prefix_len, part_name
 from streamrag.core.retrieval import closing
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError
 from streamrag.modes.conversation import Conversation, ConversationPrompt
 from streamrag.query.answer_chunks import AnswerChunks
-from streamrag.serve.observe.observer import Interface
-from streamrag.serve.open_queries import Caller, OpenQuery
-from streamrag.serve.service import Service, conversation_of
+from streamrag.serve.open_queries import OpenQuery
+from streamrag.serve.service import Service
 from streamrag.telemetry import (
     Answered,
     ContextChanged,
@@ -28,23 +27,14 @@ class ConversationStream:
 
     `extend` sets the conversation so far. `events` yields the answer, and must be read in a task of its own. A backend
     that is slower than the prompts gets only the newest.
-
-    tokenizer: the model's own by default.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        opened: OpenQuery,
-        params: SamplingParams,
-        conversation_id: str,
-        tokenizer: Tokenizer | None = None,
-    ) -> None:
+    def __init__(self, service: Service, opened: OpenQuery, params: SamplingParams, conversation_id: str) -> None:
         self.params = params
         self._conversation_id = conversation_id
         self._service = service
         self._opened = opened
-        self._tokenizer = tokenizer or service.model.tokenizer
+        self._tokenizer = service.model.tokenizer
         self._conversation = Conversation(self._tokenizer, service.model.max_model_len)
         self._newest: tuple[tuple[int, ...], int, bool] | None = None
         self._has_new = asyncio.Event()
@@ -123,27 +113,3 @@ class ConversationStream:
     def _now(self) -> float:
         """Return the seconds since this stream was made."""
         return time.monotonic() - self._start_s
-
-
-@asynccontextmanager
-async def conversation_events(
-    service: Service,
-    caller: Caller,
-    interface: Interface,
-    turns: Sequence[Turn],
-    params: SamplingParams,
-    wrap_tokenizer: Callable[[Tokenizer, int], Tokenizer] | None = None,
-) -> AsyncIterator[AsyncIterator[QueryEvent]]:
-    """Admit a query and give its events: the answer to the conversation alone, streamed as one complete prompt.
-
-    wrap_tokenizer: as a `PromptTemplate` has it.
-    """
-    question = next((turn.text for turn in reversed(turns) if turn.role == "user"), "")
-    deadline_s = service.limits.deadline_s
-    async with service.open(caller, interface, question, max_tokens=params.max_tokens, deadline_s=deadline_s) as opened:
-        model, conversation_id = service.model, conversation_of(caller, turns, question)
-        tokenizer = wrap_tokenizer(model.tokenizer, model.max_model_len) if wrap_tokenizer else None
-        stream = ConversationStream(service, opened, params, conversation_id, tokenizer)
-        await stream.extend(turns, is_complete=True)
-        async with aclosing(stream.events()) as events:
-            yield events
