@@ -90,7 +90,7 @@ class ResponseRequest(RequestModel):
             "truncation": self.truncation not in (None, "disabled"),
             "include": not INCLUDES.issuperset(self.include or ()),
             "tools": any(tool.get("type") != "file_search" or tool.get("filters") for tool in self.tools or ()),
-            "tool_choice": choice_type not in (None, "none", "auto", "required", "file_search"),
+            "tool_choice": choice_type not in (None, "", "none", "auto", "required", "file_search"),
             "text.format": text_format is not None
             and not (isinstance(text_format, Mapping) and text_format.get("type") == "text"),
             "text.verbosity": (self.text or {}).get("verbosity") not in (None, "medium"),
