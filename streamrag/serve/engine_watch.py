@@ -4,8 +4,12 @@ import asyncio
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
+import httpx
+
+from streamrag.backends.openai.http import Server
 from streamrag.core import Backend, Progress, Startable
 from streamrag.errors import BackendError, EngineDeadError
 from streamrag.serve.open_queries import OpenQueries
@@ -27,14 +31,6 @@ class HasHealth(Protocol):
         """Check that the backend works. Raises EngineDeadError if the engine has died."""
 
 
-@runtime_checkable
-class HasServer(Protocol):
-    """A backend whose model is on a server."""
-
-    async def check_server(self) -> None:
-        """Check that the server answers. Raises BackendError if it does not."""
-
-
 class ServerCheck:
     """A check of the model's server, at most once in `CHECK_S`, however often load balancers ask."""
 
@@ -45,17 +41,17 @@ class ServerCheck:
         self._answers = True
 
     async def answers(self) -> bool:
-        """Return whether the server answered lately; without a server, True."""
+        """Return whether the server of an `OpenAIBackend` answered lately, with a status below 500, as proxies send for
+        servers that are gone; True for other backends."""
         async with self._lock:
-            if isinstance(self._backend, HasServer) and time.monotonic() - self._checked_s >= CHECK_S:
-                try:
+            server = getattr(self._backend, "_server", None)
+            if isinstance(server, Server) and time.monotonic() - self._checked_s >= CHECK_S:
+                self._answers = False
+                with suppress(httpx.HTTPError, RuntimeError, TimeoutError):  # RuntimeError: the client was closed
                     async with asyncio.timeout(READY_S):
-                        await self._backend.check_server()
-                except (BackendError, TimeoutError) as error:
-                    log.debug("the model's server does not answer: %s", error)
-                    self._answers = False
-                else:
-                    self._answers = True
+                        response = await server._send("GET", "/models", None)
+                        await response.aclose()
+                    self._answers = response.status_code < 500
                 self._checked_s = time.monotonic()
             return self._answers
 

@@ -15,7 +15,8 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
 
-TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The field with the text of each type of part."""
 
 NOTHING = (None, False, 0, "", [], {})  # values of unsupported fields that ask for nothing
 
@@ -75,10 +76,9 @@ def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mappi
         for name, value in (request.model_extra or {}).items()
         if value not in NOTHING or (name in ASKING_EMPTY and value in (0, {}) and value is not False)
     }
-    unsupported = {name: True for name, value in asking.items() if value != UNSUPPORTED.get(name, value)}
-    for name, is_refused in {**unsupported, **refused}.items():
-        if is_refused:
-            raise RequestError(f"{name}: this service does not support it", code="unsupported_value", param=name)
+    unsupported = [name for name, value in asking.items() if value != UNSUPPORTED.get(name, value)]
+    for name in (*unsupported, *(name for name, is_refused in refused.items() if is_refused)):
+        raise RequestError(f"{name}: this service does not support it", code="unsupported_value", param=name)
     return [name for name in asking if name not in harmless and name not in UNSUPPORTED]
 
 
@@ -88,17 +88,15 @@ def message_text(content: object, param: str) -> str:
         return content
     if content is None:
         return ""
+    if not isinstance(content, Sequence):
+        raise RequestError("the content must be a string or a list of text parts", param=param)
     texts = []
-    for part in content if isinstance(content, Sequence) else ():
+    for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part
-        if isinstance(part, Mapping) and (kind in TEXT_PARTS or kind == "refusal"):
-            text = part.get("refusal" if kind == "refusal" else "text")
+        text = part.get(TEXT_PARTS.get(kind, "")) if isinstance(part, Mapping) and isinstance(kind, str) else part
         if not isinstance(text, str):
             raise RequestError(f"a part of type {kind!r:.40}: this service reads text only", param=param)
         texts.append(text)
-    if not isinstance(content, Sequence):
-        raise RequestError("the content must be a string or a list of text parts", param=param)
     return "".join(texts)
 
 

@@ -1,23 +1,21 @@
-"""Chat programs: their requests, as Open WebUI 0.12.4 sent them (with fewer tools and shorter texts), and as the sources
-of the others write them; and the fields that clients send."""
+"""Chat programs: requests that Open WebUI 0.12.4 sent (with fewer tools and shorter texts), others after their sources.
+And the fields that clients send."""
 
 import asyncio
 import json
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 from openai.types.chat import completion_create_params
 
-from streamrag import Append, Chunk
-from streamrag.errors import ServerError
+from streamrag import Append, Chunk, OpenAIBackend
 from streamrag.serve.citation_marks import document_url
 from streamrag.serve.protocols.chat.requests import HARMLESS, ChatRequest
 from streamrag.serve.request_fields import UNSUPPORTED
 from streamrag.testing import ScriptedBackend
-from tests.serve.raw import raw
+from tests.backends.openai.openai_server import Request, Server, reply
 from tests.serve.serving import PARIS, ROME, Serving, serving
 from tests.serve.test_chat import QUESTION
 
@@ -159,7 +157,7 @@ def test_each_field_of_openais_is_supported_harmless_or_refused(field: str) -> N
     assert field in ChatRequest.model_fields or field in HARMLESS or field in UNSUPPORTED
 
 
-async def test_what_a_chat_template_uses_is_refused() -> None:
+async def test_fields_that_a_chat_template_uses_are_refused() -> None:
     class Thinking(ScriptedBackend):
         chat_template = "{% if enable_thinking %}<think>{% endif %} {{ reasoning_effort }}"
 
@@ -252,30 +250,23 @@ def test_the_address_of_a_document_is_its_own_or_below_that_of_all(uri: str, url
 
 async def test_a_service_whose_server_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.serve.engine_watch.CHECK_S", 0)
-    monkeypatch.setattr("streamrag.serve.engine_watch.READY_S", 0.05)
+    monkeypatch.setattr("streamrag.serve.engine_watch.READY_S", 0.5)
+    async with Server() as server, serving(backend=OpenAIBackend(server.url, max_retries=0)) as served:
 
-    class Remote(ScriptedBackend):
-        fault: Any = None
-
-        async def check_server(self) -> None:
-            if self.fault == "hangs":
-                await asyncio.Event().wait()
-            if self.fault:
-                raise ServerError("http://10.0.0.1 cannot be reached")
-
-    async with serving(backend=Remote()) as served:
-        for fault, status in ((None, 200), ("gone", 503), ("hangs", 503), (None, 200)):
-            served.backend.fault = fault
+        async def status() -> int:
             answer = await served.http.get("/readyz")
-            assert answer.status_code == status
-            assert "10.0.0.1" not in answer.text
+            assert "127.0.0.1" not in answer.text
+            return answer.status_code
 
+        assert await status() == 200
+        hold = asyncio.Event()
 
-async def test_idle_connections_do_not_delay_a_stop() -> None:
-    async with serving() as served, raw(served.url) as client:
-        await client.post("/v1/chat/completions", {"messages": QUESTION})
-        assert await client.status() == 200
-        await client.text()
-        await served.service.aclose(drain_s=1000)
-        with suppress(ConnectionError):
-            await client.send(b"")
+        async def hangs(request: Request) -> None:
+            await hold.wait()
+
+        for handler, expected in ((reply({}, 502), 503), (reply({}, 404), 200), (hangs, 503), (reply([]), 200)):
+            server.send_models = handler
+            assert await status() == expected
+        hold.set()
+        await server.__aexit__(None, None, None)
+        assert await status() == 503

@@ -216,10 +216,6 @@ class OpenAIBackend:
         if server is not None:
             await server.aclose()
 
-    async def check_server(self) -> None:
-        """Check that the server answers. Raises ServerError if it does not."""
-        await self._started_server().check()
-
     def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         """Prefill each prompt when it arrives, and yield `Prefilled`; then yield the answer to the complete one.
 

@@ -78,15 +78,6 @@ class Server:
                 await response.aread()
             return _object(response.text)
 
-    async def check(self) -> None:
-        """Check that the server answers a request, whatever it says. Raises ServerError for a status from 500 on, which
-        proxies send for a server that is gone, or if there is no answer."""
-        with self._errors_translated():
-            response = await self._send_once(self._client.build_request("GET", self._address("/models")))
-            await response.aclose()
-        if response.status_code >= 500:
-            raise ServerError(f"{self.url} answered with status {response.status_code}")
-
     async def stream(
         self, path: str, body: Mapping[str, Any], *, max_bytes: int, max_events: int, max_event_bytes: int
     ) -> AsyncGenerator[dict[str, Any], None]:
