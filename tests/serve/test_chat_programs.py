@@ -12,6 +12,8 @@ from openai.types.chat import completion_create_params
 
 from streamrag import Append, Chunk, OpenAIBackend
 from streamrag.serve.citation_marks import document_url
+from streamrag.serve.config.checks import check, check_model
+from streamrag.serve.config.layers import load
 from streamrag.serve.protocols.chat.requests import HARMLESS, ChatRequest
 from streamrag.serve.request_fields import UNSUPPORTED
 from streamrag.testing import ScriptedBackend
@@ -251,7 +253,7 @@ def test_the_address_of_a_document_is_its_own_or_below_that_of_all(uri: str, url
 async def test_a_service_whose_server_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.serve.engine_watch.CHECK_S", 0)
     monkeypatch.setattr("streamrag.serve.engine_watch.READY_S", 0.5)
-    async with Server() as server, serving(backend=OpenAIBackend(server.url, max_retries=0)) as served:
+    async with Server() as server, serving(backend=OpenAIBackend(server.url, "tiny", max_retries=0)) as served:
 
         async def status() -> int:
             answer = await served.http.get("/readyz")
@@ -270,3 +272,19 @@ async def test_a_service_whose_server_does_not_answer_is_not_ready(monkeypatch: 
         hold.set()
         await server.__aexit__(None, None, None)
         assert await status() == 503
+
+
+async def test_a_check_names_a_model_that_the_server_or_the_machine_does_not_have(tmp_path: Path) -> None:
+    async with Server() as server:
+        for name, wrong in (("tiny", False), ("other-model", True)):
+            problems = await check_model(load(None, {}, {"model.server": server.url, "model.name": name}))
+            assert [problem.where for problem in problems] == ["option --model.name"] * wrong
+    await_later = {"model.server": "http://127.0.0.1:1", "model.name": "other-model"}
+    assert await check_model(load(None, {}, await_later)) == []
+
+
+def test_an_address_of_documents_is_one_and_ignored_tools_need_no_parser() -> None:
+    options = {"source.base_url": "docs", "model.ignore_tools": True, "model.tool_call_parser": "hermes"}
+    problems = [str(each) for each in check(load(None, {}, {**options, "model.name": "x", "server.port": 0}))]
+    assert any("--source.base_url" in each for each in problems)
+    assert any("--model.ignore_tools" in each for each in problems)
