@@ -102,18 +102,12 @@ async def serve(
     """Serve until a signal or the engine's death, close the service, and return `DRAINED`, `ABORTED` or `ENGINE_DEAD`.
 
     The caller must have started the service. `on_ready` is called once connections are accepted. The first signal
-    drains open queries; a second one aborts them. Then connections are closed, while the engine shuts down, which takes
-    seconds.
+    drains open queries; a second one aborts them. Connections are closed after the service.
 
     :raises ConfigurationError: another program already listens on the address.
     """
     server, signals = QuietServer(uvicorn_config(app, service.limits)), Signals()
     serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
-
-    async def close_connections() -> None:
-        server.should_exit = True
-
-    service.closers.append(close_connections)
     try:
         await _wait_for_any(serving, server.listens)
         if server.listens.is_set():

@@ -59,29 +59,6 @@ async def test_sigterm_refuses_what_is_new_and_lets_end_what_is_open() -> None:
         assert await process.wait() == 0
 
 
-async def test_idle_connections_are_closed_at_a_stop_before_the_engine_has_shut_down() -> None:
-    may_close = asyncio.Event()
-
-    class SlowlyClosed(ScriptedBackend):
-        async def aclose(self) -> None:
-            await may_close.wait()
-            await super().aclose()
-
-    service = Service(SlowlyClosed(answer="It is Paris."), model_name="scripted")
-    await service.start()
-    sock = listen("127.0.0.1", 0)
-    stopping = asyncio.create_task(serve(create_app(service), service, sock))
-    async with raw(f"http://127.0.0.1:{sock.getsockname()[1]}") as idle:
-        await idle.post("/v1/chat/completions", {"messages": MESSAGES})
-        assert await idle.status() == 200
-        await idle.text()
-        signal.raise_signal(signal.SIGTERM)
-        assert await idle.is_closed()
-        assert not stopping.done()
-    may_close.set()
-    assert await stopping == 0
-
-
 async def test_sigterm_aborts_what_does_not_end_in_time() -> None:
     async with running("endless", {"drain_s": 0.3}) as (process, url), raw(url) as ask, raw(url) as stream:
         await ask.post("/v1/ask", {"question": "What?"})
