@@ -44,10 +44,12 @@ SHORT = {
     "model.server": "--server",
     "model.max_model_len": "--max-model-len",
     "model.tool_call_parser": "--tool-call-parser",
+    "model.ignore_tools": "--ignore-tools",
     "source.urls": "--url",
     "source.index": "--index",
     "source.postgres": "--postgres",
     "source.trace": "--trace",
+    "source.base_url": "--base-url",
     "source.embedder": "--embedder",
     "source.rerank": "--rerank",
     "source.sentences": "--sentences",
@@ -108,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     --demo makes its files before the settings are checked.
     """
     require_modules("serve", "starlette", "uvicorn")
-    from streamrag.serve.config.checks import check
+    from streamrag.serve.config.checks import check, check_model
     from streamrag.serve.config.layers import SECTIONS, load
     from streamrag.serve.config.toml_text import commented_defaults, effective
 
@@ -123,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
     defaults = _make_demo(arguments, options) if arguments.demo else {}
     loaded = load(arguments.config, os.environ, options, defaults=defaults)
     problems = check(loaded)
+    if arguments.check and not problems:
+        problems = asyncio.run(check_model(loaded))
     if problems:
         errors = Output(stderr=True)
         for problem in problems:

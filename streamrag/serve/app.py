@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,6 +17,7 @@ from streamrag.serve.observe import live, metrics
 from streamrag.serve.page import routes as page
 from streamrag.serve.protocols import ask, ask_socket, mcp, retrieve, streams
 from streamrag.serve.protocols.chat import routes as chat
+from streamrag.serve.protocols.chat.query import check_model
 from streamrag.serve.protocols.responses import routes as responses
 from streamrag.serve.protocols.sessions import routes as sessions
 from streamrag.serve.service import Service
@@ -61,28 +63,35 @@ def create_app(
 
 
 def _status_routes(service: Service) -> list[BaseRoute]:
-    """Return routes of the model list, liveness (503 if the engine is given up) and readiness (503 with the reason)."""
+    """Return routes of the models, liveness (503 if the engine is given up) and readiness (503 with the reason)."""
+
+    def encode_model(name: str) -> dict[str, Any]:
+        created = int(time.time() - (time.monotonic() - service.started_s))
+        max_model_len = service.model.max_model_len
+        return {
+            "id": name, "object": "model", "created": created, "owned_by": "streamrag", "max_model_len": max_model_len
+        }  # fmt: skip
 
     async def models(request: Request) -> Response:
-        model = {
-            "id": service.model_name,
-            "object": "model",
-            "created": int(time.time() - (time.monotonic() - service.started_s)),
-            "owned_by": "streamrag",
-            "max_model_len": service.model.max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": list(map(encode_model, service.model_names))})
+
+    async def model(request: Request) -> Response:
+        check_model(service, request.path_params["id"])
+        return JSONResponse(encode_model(request.path_params["id"]))
 
     async def healthz(request: Request) -> Response:
         return PlainTextResponse("dead\n", 503) if service.dead.is_set() else PlainTextResponse("ok\n")
 
     async def readyz(request: Request) -> Response:
-        if service.is_ready:
+        answers = not service.is_ready or await service.server_check.answers()
+        if service.is_ready and answers:
             return PlainTextResponse("ready\n")
-        return PlainTextResponse(f"not ready: {service.not_ready}\n", 503, {"retry-after": "5"})
+        why = service.not_ready or "the model's server does not answer"
+        return PlainTextResponse(f"not ready: {why}\n", 503, {"retry-after": "5"})
 
     health = Route("/health", healthz)  # vLLM's name, which GuideLLM and others ask for
-    return [Route("/healthz", healthz), health, Route("/readyz", readyz), Route("/v1/models", models)]
+    of_models = [Route("/v1/models", models), Route("/v1/models/{id:path}", model)]
+    return [Route("/healthz", healthz), health, Route("/readyz", readyz), *of_models]
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:

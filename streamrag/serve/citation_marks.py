@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-from urllib.parse import unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from streamrag.core import Chunk
 from streamrag.telemetry import Citation
@@ -37,23 +37,54 @@ def find_marks(text: str, num_passages: int, start: int = 0) -> list[Mark]:
     ]
 
 
-def url_citations(text: str, passages: Sequence[Passage]) -> list[dict[str, Any]]:
-    """Return the citations in `text` as annotations of OpenAI's chat completions."""
+def passage_annotations(text: str, passages: Sequence[Passage], base_url: str | None = None) -> list[dict[str, Any]]:
+    """Return annotations of OpenAI's chat completions: the n-th is of passage n, at its first mark in `text`, or empty
+    at the end of `text` if it has none. Those of further marks follow.
+
+    Clients read [n] as the n-th source, and take sources of one address or title for one. So further passages of a
+    document have their numbers in both.
+    """
     marks = find_marks(text, len(passages))
-    return [{"type": "url_citation", "url_citation": _url_citation(mark, passages[mark.number - 1])} for mark in marks]
+    first = {mark.number: mark for mark in reversed(marks)}
+    end = len(text)
+    ordered = [first.get(number, Mark(end, end, number)) for number in range(1, len(passages) + 1)]
+    ordered += [mark for mark in marks if mark is not first[mark.number]]
+    annotations, seen = [], set[str]()
+    names: dict[int, dict[str, str]] = {}
+    for mark in ordered:
+        annotation = encode_annotation(mark, passages, base_url)
+        if mark.number not in names and annotation["type"] == "url_citation":
+            url, title = annotation["url"], annotation["title"]
+            names[mark.number] = {
+                "url": f"{url}{'&' if '#' in url else '#'}passage={mark.number}" if url in seen else url,
+                "title": f"{title} ({mark.number})" if title in seen else title,
+            }
+            seen |= {url, title}
+        annotation |= names.get(mark.number, {})
+        kind = annotation.pop("type")
+        annotations.append({"type": kind, kind: annotation})
+    return annotations
 
 
-def encode_annotation(mark: Mark, passages: Sequence[Passage]) -> dict[str, Any]:
-    """Return a citation as an annotation of OpenAI's responses: of a URL for web pages, else of a file."""
+def encode_annotation(mark: Mark, passages: Sequence[Passage], base_url: str | None = None) -> dict[str, Any]:
+    """Return a citation as an annotation of OpenAI's responses: of the document's URL, or of a file if it has none."""
     passage = passages[mark.number - 1]
-    if passage.uri.lower().startswith(("http://", "https://")):
-        return {"type": "url_citation", **_url_citation(mark, passage)}
-    name, id = file_name(passage), file_id(passage)
-    return {"type": "file_citation", "index": mark.start, "file_id": id, "filename": name}
+    name = file_name(passage)
+    if url := document_url(passage.uri, base_url):
+        title = passage.title or name
+        return {"type": "url_citation", "start_index": mark.start, "end_index": mark.end, "title": title, "url": url}
+    return {"type": "file_citation", "index": mark.start, "file_id": file_id(passage), "filename": name}
 
 
-def _url_citation(mark: Mark, passage: Passage) -> dict[str, Any]:
-    return {"start_index": mark.start, "end_index": mark.end, "title": passage.title, "url": passage.uri}
+def document_url(uri: str, base_url: str | None) -> str | None:
+    """Return the address of a document: its URI if that is one of http or https, its path below `base_url`, or None."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # invalid IPv6 brackets
+        return None
+    if parts.scheme:
+        return uri if parts.scheme in ("http", "https") and parts.hostname else None
+    return f"{base_url.rstrip('/')}/{quote(uri.lstrip('/'), errors='replace')}" if base_url else None
 
 
 def file_id(passage: Passage) -> str:

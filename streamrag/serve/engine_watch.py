@@ -4,14 +4,19 @@ import asyncio
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
+import httpx
+
+from streamrag.backends.openai.http import Server
 from streamrag.core import Backend, Progress, Startable
 from streamrag.errors import BackendError, EngineDeadError
 from streamrag.serve.open_queries import OpenQueries
 from streamrag.support.messages import message_of
 
 CHECK_S = 0.5  # seconds between two health checks
+READY_S = 3.0  # seconds for the model's server to answer, before the service counts as not ready
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0  # Shortest and longest backoff. The first restart has none; it doubles from the second restart on.
 
@@ -24,6 +29,31 @@ class HasHealth(Protocol):
 
     def check_health(self) -> None:
         """Check that the backend works. Raises EngineDeadError if the engine has died."""
+
+
+class ServerCheck:
+    """A check of the model's server, at most once in `CHECK_S`, however often load balancers ask."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lock = asyncio.Lock()
+        self._checked_s = -CHECK_S
+        self._answers = True
+
+    async def answers(self) -> bool:
+        """Return whether the server of an `OpenAIBackend` answered lately, with a status below 500, as proxies send for
+        servers that are gone; True for other backends."""
+        async with self._lock:
+            server = getattr(self._backend, "_server", None)
+            if isinstance(server, Server) and time.monotonic() - self._checked_s >= CHECK_S:
+                self._answers = False
+                with suppress(httpx.HTTPError, RuntimeError, TimeoutError):  # RuntimeError: the client was closed
+                    async with asyncio.timeout(READY_S):
+                        response = await server._send("GET", "/models", None)
+                        await response.aclose()
+                    self._answers = response.status_code < 500
+                self._checked_s = time.monotonic()
+            return self._answers
 
 
 class RestartBudget:

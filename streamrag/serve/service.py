@@ -22,11 +22,12 @@ from streamrag.query.answer_stream import OnEvent
 from streamrag.query.options import QueryOptions
 from streamrag.serve.admission import Admission
 from streamrag.serve.connections.fair_share import FairShare
-from streamrag.serve.engine_watch import EngineWatch, RestartBudget
+from streamrag.serve.engine_watch import EngineWatch, RestartBudget, ServerCheck
 from streamrag.serve.failed_requests import FailedRequests
 from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Interface, Observer, Observers, ServedQuery
 from streamrag.serve.open_queries import Caller, OpenQueries
+from streamrag.serve.request_fields import IgnoredFields
 from streamrag.support.tasks import cancel_and_wait, run_shielded
 from streamrag.telemetry import QueryEvent
 
@@ -66,6 +67,8 @@ class Service:
     restarts: how often a dead engine is restarted, with an exponential backoff. Once that is spent, or without it,
         `dead` is set.
     tool_parser: finds calls of tools in answers; without it, requests with tools are refused.
+    ignores_tools: whether requests with tools are answered as if they had none.
+    base_url: address of the source's documents, for citations of those that are no addresses themselves.
     pipeline_options: see `PipelineOptions`.
 
     :raises ConfigurationError: invalid options.
@@ -85,6 +88,8 @@ class Service:
         session_log_dir: Path | None = None,
         restarts: RestartBudget | None = None,
         tool_parser: ToolCallParser | None = None,
+        ignores_tools: bool = False,
+        base_url: str | None = None,
         **pipeline_options: Unpack[PipelineOptions],
     ) -> None:
         self.backend = backend
@@ -94,6 +99,9 @@ class Service:
         self.observers = tuple(observers)
         self.session_log_dir = session_log_dir
         self.tool_parser = tool_parser
+        self.ignores_tools = ignores_tools
+        self.base_url = base_url
+        self.ignored_fields = IgnoredFields()
         self.started_s = time.monotonic()
         self.share = FairShare()
         self.closers: list[Callable[[], Awaitable[None]]] = []
@@ -104,6 +112,7 @@ class Service:
         self._queries = OpenQueries(self.admission, notified)
         self.open = self._queries.open
         """Admits one query and holds its place for an `async with` block; see `OpenQueries.open`."""
+        self.server_check = ServerCheck(backend)
         self._engine = EngineWatch(backend, restarts or RestartBudget(0), self._queries)
         self._watch_task: asyncio.Task[None] | None = None
         self._has_aborted = False
@@ -125,9 +134,26 @@ class Service:
         """The model's name for clients."""
         return self._model_name or self.model.name.rstrip("/").rpartition("/")[2]
 
+    @property
+    def chat_name(self) -> str:
+        """The name by which the model answers from the conversation alone, without retrieval."""
+        return f"{self.model_name}-chat"
+
+    @property
+    def model_names(self) -> tuple[str, str]:
+        """The names of the model: with retrieval, and without."""
+        return self.model_name, self.chat_name
+
     def system_text(self, client_text: str) -> str:
         """Return the service's own system text, which explains citations, if it has one, followed by the client's."""
         return f"{self.template.system}\n\n{client_text}" if self.template.system else client_text
+
+    @property
+    def chat_template(self) -> str:
+        """The model's chat template; empty if it is unknown here."""
+        tokenizer = self.model.tokenizer
+        whole = getattr(getattr(tokenizer, "tokenizer", tokenizer), "whole", None)
+        return str(getattr(whole, "chat_template", None) or "")
 
     @property
     def is_ready(self) -> bool:

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from streamrag import SamplingParams
+from streamrag.errors import ConfigurationError
 from streamrag.serve.protocols.chat.requests import MAX_CHARS, MAX_TOOLS
+from streamrag.testing import make_tiny_llama
 from tests.backends.tools.tool_model import ToolBackend, call, make_tool_llama
 from tests.serve.serving import PARIS, Serving, serving
 from tests.serve.test_chat import client_of
 
 pytest.importorskip("vllm")
 
+from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.backends.tools.parser import ToolCallParser
 
 WEATHER: dict[str, Any] = {
@@ -152,7 +155,6 @@ INVALID: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": [{}]}, "tools.0.type"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
-    ({"tools": [{**WEATHER, "cache": 1}]}, "tools.0.cache"),
     ({"tools": [changed(name="a b")]}, "tools.0.function.name"),
     ({"tools": [changed(name="x" * 65)]}, "tools.0.function.name"),
     ({"tools": [changed(description=7)]}, "tools.0.function.description"),
@@ -165,8 +167,7 @@ INVALID: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": "all"}, "tools"),
     ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, "tool_choice"),
-    ({"messages": [QUESTION, assistant()]}, None),
-    ({"messages": [assistant(), RESULT]}, None),
+    ({"messages": [assistant(), RESULT]}, "messages"),
     ({"messages": [QUESTION, assistant(id=""), RESULT]}, "messages.1.tool_calls.0.id"),
     ({"messages": [QUESTION, assistant(type="custom"), RESULT]}, "messages.1.tool_calls.0.type"),
     ({"messages": [QUESTION, {**assistant(), "tool_calls": [1]}, RESULT]}, "messages.1.tool_calls.0"),
@@ -212,6 +213,34 @@ async def test_a_schema_of_any_depth_does_no_harm(serving_tools: ServingTools) -
             answer = await served.http.post("/v1/chat/completions", json=body)
             assert answer.status_code in (200, 400), answer.text
         assert all("structured_outputs" not in params.extra for params in served.backend.params)
+
+
+async def test_unknown_fields_of_tools_and_calls_without_results_at_the_end_are_left_out(
+    serving_tools: ServingTools,
+) -> None:
+    async with serving_tools() as served:
+        for body in ({"tools": [{**WEATHER, "cache": 1}]}, {"messages": [QUESTION, assistant()]}):
+            answer = await served.http.post("/v1/chat/completions", json={"messages": [QUESTION], **body})
+            assert answer.status_code == 200, answer.text
+        assert all("cache" not in text and "call_1" not in text for text in served.backend.texts)
+
+
+async def test_tools_without_retrieval_are_shown_with_the_conversation_alone(serving_tools: ServingTools) -> None:
+    async with serving_tools() as served, client_of(served) as client:
+        step = await client.chat.completions.create(model="scripted-chat", messages=[QUESTION], tools=[WEATHER])
+        assert len(step.choices[0].message.tool_calls) == 2
+        messages = [QUESTION, assistant(), RESULT]
+        last = await client.chat.completions.create(model="scripted", messages=messages, tool_choice="none")
+        assert last.choices[0].message.content
+    assert served.source.queries == []
+    assert all(PARIS.text not in text and QUESTION["content"] in text for text in served.backend.texts)
+    assert "blue" in served.backend.texts[-1]
+
+
+def test_a_parser_needs_a_chat_template_with_tools(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(make_tiny_llama(tmp_path / "model"))
+    with pytest.raises(ConfigurationError, match="leaves out tools"):
+        ToolCallParser("hermes").load(tokenizer)
 
 
 async def test_without_a_parser_the_error_says_what_the_operator_can_set() -> None:

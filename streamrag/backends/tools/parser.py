@@ -5,15 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
-from streamrag.backends.tools.template import model_tokenizer
+from streamrag.backends.tools.template import ToolTokenizer, model_tokenizer
 from streamrag.backends.vllm.client.processes import import_vllm
 from streamrag.backends.vllm.version import check_version
-from streamrag.core import AnswerChunk, Tokenizer
+from streamrag.core import AnswerChunk, Tokenizer, Turn
 from streamrag.errors import BackendError, ConfigurationError
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Definitions of tools in OpenAI's form."""
 
+PROBE = {"type": "function", "function": {"name": "probe_of_tools", "parameters": {"type": "object", "properties": {}}}}
 ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -40,7 +41,8 @@ class ToolCallParser:
     def load(self, tokenizer: Tokenizer) -> None:
         """Copy the model's tokenizer, which threads use too, for the parser. Does nothing the second time.
 
-        :raises ConfigurationError: the parser is for other models, or there is no tokenizer of transformers.
+        :raises ConfigurationError: the parser is for other models, there is no tokenizer of transformers, or its chat
+            template has no tools.
         """
         from vllm.tokenizers.hf import get_cached_tokenizer
 
@@ -50,6 +52,7 @@ class ToolCallParser:
                 self._parser_class(own)
             except Exception as error:
                 raise ConfigurationError(f"the tool parser {self.name} is not for this model: {error}") from error
+            ToolTokenizer([PROBE], (), (), tokenizer, 0).render_chat([Turn("user", "Hello")])
             self._tokenizer = own
 
     def sampling(self, tools: Tools = (ANY_TOOL,), tool_choice: Any = "auto") -> dict[str, Any]:

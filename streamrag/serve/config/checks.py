@@ -4,12 +4,17 @@ import importlib.util
 import ipaddress
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
+
+from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
 from streamrag.backends.vllm.client.lane_engine import INSTALL
-from streamrag.errors import MissingDependencyError, StreamRagError, install_line
+from streamrag.core.lifecycle import start_all
+from streamrag.errors import MissingDependencyError, ServerError, StreamRagError, install_line
 from streamrag.routing import make_router
 from streamrag.serve.config.factories import (
     check_max_decode,
@@ -58,6 +63,7 @@ NEEDS: Sequence[tuple[str, Collection[str], Sequence[str]]] = (
 """Sections, settings in them, and those of which one must be set for these to have an effect."""
 
 EXCLUDES = (
+    ("model.ignore_tools", "model.tool_call_parser", "leaves model.tool_call_parser without use", "Remove one of them"),
     ("replicas.number", "model.server", "is for an embedded vLLM, and model.server is set", ""),
     (
         "engine.lanes",
@@ -85,6 +91,27 @@ def check(loaded: Loaded) -> list[Problem]:
     for find_problems in (_combinations, _source, _model, _files_and_addresses):
         problems += find_problems(loaded, settings)
     return problems
+
+
+async def check_model(loaded: Loaded) -> list[Problem]:
+    """Return what only the model's tokenizer or server shows: that there is no such model, or a wrong tool parser. A
+    server that does not answer is no problem: it may be started later."""
+    settings, where = loaded.settings, "model.name"
+    model, parser = settings.model, make_tool_parser(settings.model)
+    try:
+        if model.server is not None:
+            backend = make_backend(model, settings.engine)
+            async with await start_all([backend], lambda line: None):
+                tokenizer = backend.model.tokenizer
+        elif parser is not None or local_model_path(model.name) is None:
+            of_engine = partial(HuggingFaceTokenizer.of_engine, model.name, settings.engine.engine_args)
+            tokenizer = await anyio.to_thread.run_sync(of_engine)
+        if parser is not None:
+            where = "model.tool_call_parser"
+            await anyio.to_thread.run_sync(parser.load, tokenizer)
+    except StreamRagError as error:
+        return [] if isinstance(error, ServerError) else [Problem(loaded.where(where), str(error))]
+    return []
 
 
 def is_loopback(host: str) -> bool:

@@ -227,6 +227,8 @@ def service_of(
         session_log_dir=server.session_log_dir,
         restarts=restarts if server.on_engine_death == "restart" else None,
         tool_parser=make_tool_parser(settings.model),
+        ignores_tools=settings.model.ignore_tools,
+        base_url=settings.source.base_url,
     )
 
 

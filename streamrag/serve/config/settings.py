@@ -53,6 +53,11 @@ class SourceSettings(Checked):
     send_traceparent: bool = Field(default=False, description="send each query's trace context to crawled sites")
     cache_folder: Path | None = Field(default=None, description="cache of crawled pages")
     cdp_url: str | None = Field(default=None, description="render pages in the browser at this CDP address")
+    base_url: str | None = Field(
+        default=None,
+        pattern="^https?://[^/]",
+        description="address of the documents, for citations whose URI is a path",
+    )
     table: str = Field(default="passages", description="the table of `postgres`")
     embedder: str | None = Field(default=None, description="embedder of the index or table; may run code, so trust it")
     hybrid: bool = Field(default=True, description="search `index` by keywords too, and fuse both rankings")
@@ -77,6 +82,7 @@ class ModelSettings(Checked):
     max_model_len: int | None = Field(default=None, ge=16, description="maximum tokens of prompt and answer together")
     served_name: str | None = Field(default=None, description="name for clients; by default the last part of `name`")
     tool_call_parser: str | None = Field(default=None, description="vLLM's tool parser for the model, such as hermes")
+    ignore_tools: bool = Field(default=False, description="answer requests with tools as if they had none")
 
 
 class EngineSettings(Checked):

@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamrag.backends.tools.parser import AnswerReader
-from streamrag.serve.citation_marks import url_citations
+from streamrag.serve.citation_marks import passage_annotations
 from streamrag.telemetry import Answer, Answered, TokensGenerated
 
 
 class ChatEncoder:
     """The encoder of one chat completion, whole or in chunks."""
 
-    def __init__(self, model: str, reader: AnswerReader) -> None:
+    def __init__(self, model: str, reader: AnswerReader, base_url: str | None = None) -> None:
         self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._reader = reader
+        self._base_url = base_url
         self._has_begun = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -25,7 +26,7 @@ class ChatEncoder:
             "role": "assistant",
             "content": text if text.strip() or not calls else None,
             "refusal": None,
-            "annotations": url_citations(text, answer.citations),
+            "annotations": passage_annotations(text, answer.citations, self._base_url),
             **({"tool_calls": calls} if calls else {}),
         }
         finish_reason = self._reader.finish_reason(answer.finish_reason)
@@ -42,7 +43,7 @@ class ChatEncoder:
         """Return an event's chunks: the role before the first text, text and calls, last citations and wanted usage."""
         if isinstance(event, Answered):
             answer = event.answer
-            annotations = url_citations(self._reader.text, answer.citations)
+            annotations = passage_annotations(self._reader.text, answer.citations, self._base_url)
             finish_reason = self._reader.finish_reason(answer.finish_reason)
             last = self._chunk({"annotations": annotations} if annotations else {}, finish_reason)
             last["streamrag"] = {"citations": encode_passages(answer)}

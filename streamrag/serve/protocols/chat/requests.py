@@ -4,13 +4,14 @@ A client's schemas of tools are shown to the model, and used to read the argumen
 them.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Field, Json, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, Json, field_validator, model_validator
 
 from streamrag.core import MAX_INT, SamplingParams
-from streamrag.serve.connections.json_body import RequestModel, StrictModel
-from streamrag.serve.request_fields import SAMPLING, refuse_fields, sampling
+from streamrag.serve.connections.json_body import RequestModel
+from streamrag.serve.request_fields import NOTHING, SAMPLING, refuse_fields, sampling
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
 Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
@@ -29,14 +30,14 @@ class Parameters(RequestModel, extra="allow"):
     properties: dict[str, dict[str, Any]] = Field(default={})
 
 
-class Function(StrictModel):
+class Function(RequestModel):
     name: Name
     description: str | None = None
     parameters: Parameters = Parameters()
     strict: Literal[False] | None = None
 
 
-class Tool(StrictModel):
+class Tool(RequestModel):
     type: Literal["function"]
     function: Function
 
@@ -81,8 +82,8 @@ class StreamOptions(RequestModel):
 
 
 HARMLESS = frozenset((
-    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "service_tier", "store", "user",
+    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
 ))  # fmt: skip
 """Fields that do not change the answer and are ignored."""
 
@@ -91,7 +92,7 @@ EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 
 
 class ChatRequest(RequestModel):
-    """A request as OpenAI defines it. Unsupported fields are refused, not ignored."""
+    """A request as OpenAI defines it. Unsupported fields of OpenAI's are refused, not ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -118,6 +119,9 @@ class ChatRequest(RequestModel):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
+    # Permitted where the model's chat template does not use them:
+    reasoning_effort: Any = None
+    chat_template_kwargs: Any = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -134,21 +138,53 @@ class ChatRequest(RequestModel):
         fields = self.model_dump(include={*SAMPLING, "ignore_eos"})
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
-        if isinstance(self.stop, str):
-            fields["stop"] = (self.stop,)
+        if self.top_k == -1:  # vLLM's value for all
+            fields["top_k"] = 0
+        if self.stop is not None:
+            texts = [self.stop] if isinstance(self.stop, str) else self.stop
+            fields["stop"] = tuple(text for text in texts if text) or None
         return sampling(default, **fields, extra=self.model_dump(include=EXTRA))
 
-    def check(self) -> None:
-        """Raise RequestError for `n` other than 1, formats other than text, forced tools, and unknown fields that are
-        set and not `HARMLESS`."""
+    def check(self, chat_template: str) -> list[str]:
+        """Return the names of fields that are ignored. Raise RequestError for `n` other than 1, formats other than
+        text, forced tools, values that this chat template uses, and fields that `refuse_fields` refuses."""
+        for_template = self.chat_template_kwargs if isinstance(self.chat_template_kwargs, Mapping) else {}
         refused = {
             "n": self.n not in (None, 1),
             "response_format": (self.response_format or {}).get("type") not in (None, "text"),
-            "tool_choice": self.tool_choice not in (None, "none", "auto"),
+            "tool_choice": self.tool_choice not in ("none", "auto", *NOTHING),
+            "reasoning_effort": self.reasoning_effort not in NOTHING and "reasoning_effort" in chat_template,
+            "chat_template_kwargs": any(
+                value is not None and name in chat_template for name, value in for_template.items()
+            ),
         }
-        refuse_fields(self, HARMLESS, refused)
+        ignored = [name for name in ("reasoning_effort", "chat_template_kwargs") if getattr(self, name) not in NOTHING]
+        return [*refuse_fields(self, HARMLESS, refused), *ignored]
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the request has tools, or messages of tools."""
-        return bool(self.tools) or any(each.role == "tool" or each.tool_calls for each in self.messages)
+        """Whether the request has tools that may be called, or messages of tools."""
+        may_call = bool(self.tools) and self.tool_choice != "none"
+        return may_call or any(each.role == "tool" or each.tool_calls for each in self.messages)
+
+
+TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "tool_calls"})
+
+
+class ToollessChatRequest(ChatRequest):
+    """A request as if the client had no tools: without definitions, calls and results, which may be invalid."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_tools_out(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kept = {name: value for name, value in values.items() if name not in TOOL_FIELDS or value == "none"}
+        if isinstance(messages := kept.get("messages"), list):
+            kept["messages"] = [
+                {name: value for name, value in each.items() if name not in TOOL_FIELDS}
+                for each in messages
+                if isinstance(each, dict) and each.get("role") not in ("tool", "function")
+                and (each.get("content") or TOOL_FIELDS.isdisjoint(each))
+            ]  # fmt: skip
+        return kept

@@ -10,9 +10,10 @@ from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
 from streamrag.serve.connections.sse import EMPTY_LINES, Write, format_event, respond, unless_disconnected
 from streamrag.serve.failures import Failure
+from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.chat.encoder import ChatEncoder
-from streamrag.serve.protocols.chat.query import chat_query, check_model
-from streamrag.serve.protocols.chat.requests import ChatRequest
+from streamrag.serve.protocols.chat.query import chat_query
+from streamrag.serve.protocols.chat.requests import ChatRequest, ToollessChatRequest
 from streamrag.serve.protocols.event_encoder import wait_for_answer
 from streamrag.serve.service import Service
 from streamrag.telemetry import RetrievalStarted
@@ -23,12 +24,12 @@ def routes(service: Service) -> list[Route]:
 
     async def chat(request: Request) -> Response:
         """Check the request, answer it, and respond with one completion or a stream of chunks."""
-        body = await read_body(request, ChatRequest)
-        body.check()
-        check_model(service, body.model)
-        question, options, reader = chat_query(service, body)
-        encoder = ChatEncoder(service.model_name, reader)
-        query = service.events(request.scope[CALLER], "chat", question, **options)
+        caller: Caller = request.scope[CALLER]
+        body = await read_body(request, ToollessChatRequest if service.ignores_tools else ChatRequest)
+        service.ignored_fields.note(caller.client, body.check(service.chat_template))
+        question, source, options, reader = chat_query(service, body)
+        encoder = ChatEncoder(body.model or service.model_name, reader, service.base_url)
+        query = service.events(caller, "chat", question, source=source, **options)
         if not body.stream:
             answer = await unless_disconnected(wait_for_answer(query, encoder.delta), request.receive)
             return JSONResponse(encoder.whole(answer))

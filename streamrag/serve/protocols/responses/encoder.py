@@ -21,8 +21,9 @@ ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error
 class ResponseEncoder:
     """The encoder of one response. `response` is the complete object once the response has ended."""
 
-    def __init__(self, request: CheckedRequest, model: str) -> None:
+    def __init__(self, request: CheckedRequest, model: str, base_url: str | None = None) -> None:
         self._request = request
+        self._base_url = base_url
         self._num_events = 0
         self._search: dict[str, Any] | None = None
         self._message: dict[str, Any] | None = None
@@ -133,7 +134,7 @@ class ResponseEncoder:
         for mark in find_marks(self._text, len(self._passages), max(0, num_before - LONGEST_MARK)):
             if mark.end <= num_before:
                 continue
-            annotation = encode_annotation(mark, self._passages)
+            annotation = encode_annotation(mark, self._passages, self._base_url)
             values = {**self._at, "annotation_index": len(self._annotations), "annotation": annotation}
             events.append(self._event("response.output_text.annotation.added", **values))
             self._annotations.append(annotation)

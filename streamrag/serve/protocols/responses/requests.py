@@ -14,7 +14,7 @@ from streamrag.serve.failures import RequestError
 from streamrag.serve.protocols.chat.query import check_model
 from streamrag.serve.protocols.chat.requests import HARMLESS
 from streamrag.serve.protocols.responses.states import State
-from streamrag.serve.request_fields import parse_turn, refuse_fields, sampling
+from streamrag.serve.request_fields import end_with_question, parse_turn, refuse_fields, sampling
 from streamrag.serve.service import Service
 
 INCLUDES = frozenset((
@@ -39,7 +39,7 @@ class CacheOptions(RequestModel):
 
 
 class ResponseRequest(RequestModel):
-    """A request as OpenAI defines it. Unsupported fields are refused, not ignored."""
+    """A request as OpenAI defines it. Unsupported fields of OpenAI's are refused, not ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -78,8 +78,9 @@ class ResponseRequest(RequestModel):
         """Return the request's sampling parameters, `default`'s where it has none, as `sampling` does."""
         return sampling(default, max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p)
 
-    def check(self, *, is_socket: bool) -> None:
-        """Raise RequestError for the first field that is unsupported, too large, or permitted on a WebSocket only."""
+    def check(self, *, is_socket: bool) -> list[str]:
+        """Return the names of fields that are ignored. Raise RequestError for the first field that is unsupported, too
+        large, or permitted on a WebSocket only."""
         text_format = (self.text or {}).get("format")
         choice = self.tool_choice
         choice_type = choice.get("type") if isinstance(choice, dict) else choice
@@ -89,14 +90,14 @@ class ResponseRequest(RequestModel):
             "truncation": self.truncation not in (None, "disabled"),
             "include": not INCLUDES.issuperset(self.include or ()),
             "tools": any(tool.get("type") != "file_search" or tool.get("filters") for tool in self.tools or ()),
-            "tool_choice": choice_type not in (None, "none", "auto", "required", "file_search"),
+            "tool_choice": choice_type not in (None, "", "none", "auto", "required", "file_search"),
             "text.format": text_format is not None
             and not (isinstance(text_format, Mapping) and text_format.get("type") == "text"),
             "text.verbosity": (self.text or {}).get("verbosity") not in (None, "medium"),
             "generate": self.is_prepared_only and not is_socket,
             "stream_id": self.stream_id is not None and not is_socket,
         }
-        refuse_fields(self, HARMLESS | {"stream_options"}, refused)
+        ignored = refuse_fields(self, HARMLESS | {"stream_options"}, refused)
         for name, value in (("tools", self.tools), ("tool_choice", choice)):
             try:
                 num_characters = len(json.dumps(value, allow_nan=False))
@@ -104,6 +105,7 @@ class ResponseRequest(RequestModel):
                 raise RequestError(f"{name}: it has a number that is too large", param=name) from None
             if num_characters > MAX_TOOLS:
                 raise RequestError(f"{name}: it has more than {MAX_TOOLS:,} characters", param=name)
+        return ignored
 
     def turns(self) -> tuple[Turn, ...]:
         """Return the messages of the input as turns; a string is a user's, and no input has none.
@@ -157,26 +159,26 @@ class CheckedRequest:
 
 
 def check_request(
-    service: Service, body: ResponseRequest, previous: State | None, *, is_socket: bool
+    service: Service, client: str, body: ResponseRequest, previous: State | None, *, is_socket: bool
 ) -> CheckedRequest:
-    """Return a checked request that continues `previous`. Unless it is only prepared, its last turn must be a user's.
+    """Return a client's checked request that continues `previous`. Unless it is only prepared, it has a user's turn.
 
     :raises RequestError, ConfigurationError: the request is invalid or unsupported.
     """
-    body.check(is_socket=is_socket)
-    check_model(service, body.model)
+    service.ignored_fields.note(client, body.check(is_socket=is_socket))
+    may_retrieve = check_model(service, body.model) and body.tool_choice != "none"
     turns = (*(previous.turns if previous is not None else ()), *body.turns())
     if not turns:
         raise RequestError("input: there is no message, and no previous response", param="input")
-    if not body.is_prepared_only and turns[-1].role != "user":
-        raise RequestError("the last message must be a user's: it is the question", param="input")
+    if not body.is_prepared_only:
+        end_with_question(turns, lambda turn: turn.role, "input")
     brings_context = body.is_prepared_only or (previous is not None and previous.brings_context)
     return CheckedRequest(
         id=f"resp_{uuid.uuid4().hex}",
         body=body,
         turns=turns,
         brings_context=brings_context,
-        retrieves=not brings_context and service.source is not None and body.tool_choice != "none",
+        retrieves=not brings_context and service.source is not None and may_retrieve,
         params=service.cap_params(body.params(service.params)),
         is_stored=body.store is not False,
     )

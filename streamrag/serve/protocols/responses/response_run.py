@@ -26,7 +26,7 @@ async def query_events(
     """Admit a request and give its events: of the service's retrieval and answer, or of the conversation alone,
     streamed as one complete prompt."""
     if request.retrieves:
-        question, options = conversation_options(service, request.conversation, "input", request.params)
+        question, options = conversation_options(request.conversation, "input", request.params, service.template)
         async with service.events(caller, interface, question, **options) as events:
             yield events
         return
@@ -51,12 +51,13 @@ class ResponseRun:
         self,
         request: CheckedRequest,
         model: str,
+        base_url: str | None = None,
         *,
         keep: Callable[[State], None] | None = None,
         send: SendEvent | None = None,
     ) -> None:
         self.request = request
-        self.encoder = ResponseEncoder(request, model)
+        self.encoder = ResponseEncoder(request, model, base_url)
         self.send = send
         self._on_complete = keep
         self._last: list[ServerEvent] = []

@@ -44,9 +44,9 @@ class _Handlers:
         caller: Caller = request.scope[CALLER]
         body = await read_body(request, ResponseRequest)
         previous = self._states.previous(body.previous_response_id, caller.client)
-        checked = check_request(self._service, body, previous, is_socket=False)
+        checked = check_request(self._service, caller.client, body, previous, is_socket=False)
         keep = partial(self._states.add, client=caller.client) if checked.is_stored else None
-        run = ResponseRun(checked, self._service.model_name, keep=keep)
+        run = ResponseRun(checked, body.model or self._service.model_name, self._service.base_url, keep=keep)
         if not body.stream:
             await unless_disconnected(run.run(self._service, caller, "responses"), request.receive)
             return JSONResponse(run.encoder.response)

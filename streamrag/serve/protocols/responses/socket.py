@@ -238,9 +238,10 @@ class SocketStream:
         """Return a run of the request. Raises StreamRagError if it, or the response that it continues, is unusable."""
         socket, client = self._socket, self._socket.caller.client
         previous = socket.states.previous(body.previous_response_id, client, socket)
-        request = check_request(self._service, body, previous, is_socket=True)
+        request = check_request(self._service, client, body, previous, is_socket=True)
         keep = partial(socket.states.add, client=client, connection=None if request.is_stored else socket)
-        return ResponseRun(request, self._service.model_name, keep=keep, send=socket.send)
+        service = self._service
+        return ResponseRun(request, body.model or service.model_name, service.base_url, keep=keep, send=socket.send)
 
     async def _send_error(self, error: Exception) -> None:
         """Report an error. If there is a current response, fail it or, before it has begun, send an error frame."""
