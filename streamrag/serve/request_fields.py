@@ -18,7 +18,7 @@ SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The field with the text of each type of part."""
 
-NOTHING = (None, False, 0, "", [], {})  # values of unsupported fields that ask for nothing
+NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})  # values of unsupported fields that ask for nothing
 
 ASKING_EMPTY = frozenset({"max_tool_calls", "moderation", "web_search_options"})
 """Fields that ask for something by 0 or {}: for no search, for a moderation, for a search."""

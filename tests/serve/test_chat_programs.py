@@ -1,5 +1,5 @@
-"""Chat programs: requests that Open WebUI 0.12.4 sent (with fewer tools and shorter texts), others after their sources.
-And the fields that clients send."""
+"""Chat programs: requests that Open WebUI 0.12.4 sent (with fewer tools and shorter texts), and others as the programs'
+documentations describe them. And the fields that clients send."""
 
 import asyncio
 import json

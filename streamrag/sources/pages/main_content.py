@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import trafilatura
 from lxml import etree
 
-from streamrag.core.text import WORD
+from streamrag.core.text import words
 
 CODE = ("pre", "code", "kbd", "samp", "tt")
 """Elements of computer text: none of 92 news pages has one, and 96 % of 530 pages of nine documentations have."""
@@ -61,7 +61,7 @@ def keep_main_content(document: Any) -> None:
     if is_technical:
         chosen = _widen(blocks, chosen)
     if chosen:
-        title = WORD.findall((document.findtext("head/title") or "").casefold())
+        title = words(document.findtext("head/title") or "")
         _keep(body, blocks, chosen | _page_heading(blocks, min(chosen), title))
 
 
@@ -106,7 +106,7 @@ def _blocks(body: Any) -> list[_Block]:
         if text := getattr(element, place):
             found = blocks.setdefault(block, _Block(block, [], []))
             found.places.append((element, place))
-            found.words.extend(WORD.findall(text.casefold()))
+            found.words.extend(words(text))
 
     for event, element in etree.iterwalk(body, events=("start", "end")):
         if event == "start":
@@ -118,9 +118,9 @@ def _blocks(body: Any) -> list[_Block]:
     return [block for block in blocks.values() if block.words]
 
 
-def _runs(words: Sequence[str]) -> list[int]:
+def _runs(of: Sequence[str]) -> list[int]:
     """Return a number for each run of `RUN` words, or of all if there are fewer; equal runs have equal numbers."""
-    return [hash(tuple(words[i : i + RUN])) for i in range(max(1, len(words) - RUN + 1))]
+    return [hash(tuple(of[i : i + RUN])) for i in range(max(1, len(of) - RUN + 1))]
 
 
 def _find(blocks: Sequence[_Block], text: str, is_technical: bool) -> set[int]:
@@ -128,8 +128,8 @@ def _find(blocks: Sequence[_Block], text: str, is_technical: bool) -> set[int]:
 
     Blocks of fewer than `RUN` words, such as cells of tables, are taken only between others.
     """
-    words = WORD.findall(text.casefold())
-    runs, pairs, singles = set(_runs(words)), set(pairwise(words)), set(words)
+    known = words(text)
+    runs, pairs, singles = set(_runs(known)), set(pairwise(known)), set(known)
     chosen, short = set(), []
     for number, block in enumerate(blocks):
         if is_technical and (block.element.tag == "pre" or next(block.element.iterancestors("pre"), None) is not None):
