@@ -11,12 +11,13 @@ from pydantic import BaseModel, RootModel
 from streamrag.serve import protocols
 from streamrag.serve.connections.json_body import RequestModel
 from streamrag.serve.protocols.ask import QueryRequest
+from streamrag.serve.protocols.chat.requests import ToollessChatRequest
 from streamrag.serve.protocols.mcp import AskResult, CitedPassage
 from streamrag.serve.protocols.sessions.requests import QuestionFields
 from streamrag.trace.events import ChunkFields, Fields, HintFields
 from tests.serve.requests import CASES, Case, places, sender
 
-NO_REQUESTS = {QueryRequest, QuestionFields, AskResult, CitedPassage}
+NO_REQUESTS = {QueryRequest, QuestionFields, AskResult, CitedPassage, ToollessChatRequest}
 NEEDED = {"input", "content"}
 """Fields that may be missing, but not from every request."""
 ODD = (

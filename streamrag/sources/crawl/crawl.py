@@ -117,7 +117,8 @@ class Crawl:
             yield Skipped(url, problem)
 
     def _absorb_page(self, visit: _Visit, target: Target) -> SourceEvent:
-        """Return the page's event, and launch its links. An error gives a Skipped, or is raised as `absorb` says.
+        """Return the page's event, with a Hint of the pages to come, and launch its links. An error gives a Skipped, or
+        is raised as `absorb` says.
 
         The error of an unreachable start URL is kept for `end`. A disallowed page frees its place for a waiting link.
         Pages that were put off or truncated are counted for `cut_short`.
@@ -143,16 +144,19 @@ class Crawl:
         except Exception as error:  # one page, which may be hostile, must not end the crawl
             return Skipped(target.url, f"it cannot be fetched: {type(error).__name__}: {error}"[:MAX_REASON_CHARS])
         self._num_truncated += page.is_cut
-        event = self._to_event(page)
+        event = self._read(page)
         if page.forwards and isinstance(event, Skipped):
             self._frontier.free_place(target)
             event = Skipped(page.url, f"{event.reason}; it leads on to {page.forwards[0]}")
         self._follow(self._frontier.choose_forwards(target, page.forwards))
         self._follow(self._frontier.choose(page.links, target.depth + 1))
-        return event
+        if isinstance(event, Skipped):
+            return event
+        num_to_come = len(self._visits) - self._frontier.num_sitemaps + self._frontier.num_waiting
+        return Append(event, Hint(num_chunks=num_to_come))
 
-    def _to_event(self, page: CleanedPage) -> SourceEvent:
-        """Return an Append of what no earlier page had, with a Hint of the pages to come; a Skipped if nothing is left.
+    def _read(self, page: CleanedPage) -> Chunk | Skipped:
+        """Return what no earlier page had; a Skipped if nothing is left.
 
         Remember the page's text for the pages that follow.
         """
@@ -162,8 +166,7 @@ class Crawl:
         self._near_duplicates.end_page()
         if not text:
             return Skipped(page.url, "what matches the query on it was on earlier pages")
-        num_to_come = len(self._visits) - self._frontier.num_sitemaps + self._frontier.num_waiting
-        return Append(Chunk(text, page.url, page.title), Hint(num_chunks=num_to_come))
+        return Chunk(text, page.url, page.title)
 
     def end(self) -> Iterator[Skipped]:
         """Yield a Skipped for each visit that is unfinished at the deadline.

@@ -184,7 +184,7 @@ class EngineProcesses:
             self._engine = starting.result()
 
     async def aclose(self) -> None:
-        """Stop the engine, whose requests have been aborted, and delete its files, except a log with a given path."""
+        """Stop the engine, whose requests have been aborted, and delete its files."""
         await run_shielded(self._aclose(), "vLLM engine stops")
 
     async def _aclose(self) -> None:
