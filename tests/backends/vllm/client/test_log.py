@@ -98,15 +98,6 @@ def test_an_endless_message_is_cut(log: EngineLog) -> None:
     assert len(log.last_lines()) == 1000
 
 
-def test_a_log_that_is_there_already_is_begun_anew(tmp_path: Path) -> None:
-    path = tmp_path / "engine.log"
-    path.write_text(CORE_FAILED)
-    log = EngineLog(tmp_path, path)
-    assert log.fatal_error() is None
-    log.close()
-    assert path.exists()
-
-
 def test_vllms_warnings_in_this_process_are_kept_too(log: EngineLog) -> None:
     logging.getLogger("vllm.engine").warning("a setting is ignored")
     assert log.last_lines() == "WARNING vllm.engine: a setting is ignored"
