@@ -17,7 +17,7 @@ from streamrag.serve.observe import live, metrics
 from streamrag.serve.page import routes as page
 from streamrag.serve.protocols import ask, ask_socket, mcp, retrieve, streams
 from streamrag.serve.protocols.chat import routes as chat
-from streamrag.serve.protocols.chat.query import check_model
+from streamrag.serve.protocols.chat.query import model_retrieves
 from streamrag.serve.protocols.responses import routes as responses
 from streamrag.serve.protocols.sessions import routes as sessions
 from streamrag.serve.service import Service
@@ -76,7 +76,7 @@ def _status_routes(service: Service) -> list[BaseRoute]:
         return JSONResponse({"object": "list", "data": list(map(encode_model, service.model_names))})
 
     async def model(request: Request) -> Response:
-        check_model(service, request.path_params["id"])
+        model_retrieves(service, request.path_params["id"])
         return JSONResponse(encode_model(request.path_params["id"]))
 
     async def healthz(request: Request) -> Response:

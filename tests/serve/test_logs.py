@@ -170,7 +170,7 @@ async def test_an_error_of_ours_before_a_query_has_one_line_with_a_traceback(
     lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(observers=[QueryLog()]) as served:
-        monkeypatch.setattr("streamrag.serve.protocols.chat.query.check_model", lambda *_: 1 / 0)
+        monkeypatch.setattr("streamrag.serve.protocols.chat.query.model_retrieves", lambda *_: 1 / 0)
         answer = await served.http.post("/v1/chat/completions", json=BODY)
     assert answer.status_code == 500
     (line,) = [json.loads(each) for each in lines.getvalue().splitlines()]

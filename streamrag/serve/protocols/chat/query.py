@@ -31,7 +31,7 @@ def chat_query(service: Service, body: ChatRequest) -> tuple[str, Source | None,
     :raises RequestError, ConfigurationError: model, messages, tools or values are invalid.
     """
     params = body.params(service.params)
-    retrieves = check_model(service, body.model) and body.tool_choice != "none"
+    retrieves = model_retrieves(service, body.model) and body.tool_choice != "none"
     template = service.template if retrieves else ALONE
     if body.uses_tools:
         question, options, reader = tool_query(service, body, params, template)
@@ -91,7 +91,7 @@ def _system(template: PromptTemplate, client_text: str) -> str:
     return "\n\n".join(filter(None, (template.system, client_text)))
 
 
-def check_model(service: Service, name: str | None) -> bool:
+def model_retrieves(service: Service, name: str | None) -> bool:
     """Return whether the model of this name retrieves. Raises RequestError if the service has no such model."""
     if name not in (None, "", *service.model_names):
         names = " and ".join(map(repr, service.model_names))

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from streamrag.core import SamplingParams, Turn
 from streamrag.serve.connections.json_body import RequestModel
 from streamrag.serve.failures import RequestError
-from streamrag.serve.protocols.chat.query import check_model
+from streamrag.serve.protocols.chat.query import model_retrieves
 from streamrag.serve.protocols.chat.requests import HARMLESS
 from streamrag.serve.protocols.responses.states import State
 from streamrag.serve.request_fields import end_with_question, parse_turn, refuse_fields, sampling
@@ -166,7 +166,7 @@ def check_request(
     :raises RequestError, ConfigurationError: the request is invalid or unsupported.
     """
     service.ignored_fields.note(client, body.check(is_socket=is_socket))
-    may_retrieve = check_model(service, body.model) and body.tool_choice != "none"
+    may_retrieve = model_retrieves(service, body.model) and body.tool_choice != "none"
     turns = (*(previous.turns if previous is not None else ()), *body.turns())
     if not turns:
         raise RequestError("input: there is no message, and no previous response", param="input")
