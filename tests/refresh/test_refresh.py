@@ -435,7 +435,9 @@ async def test_stopping_at_any_place_frees_everything() -> None:
             asking = asyncio.create_task(ask(pipeline, Refresh(every_tokens=2)))
             for _ in range(num_steps):
                 await asyncio.sleep(0)
-            asking.cancel()
+            if not asking.cancel():  # the answer has ended: in how many steps differs from run to run
+                await asking
+                break
             with pytest.raises(asyncio.CancelledError):
                 await asking
             assert (backend.num_requests, source.num_streams, pipeline.num_queries) == (0, 0, 0), num_steps
