@@ -1,4 +1,4 @@
-"""Plan one step of the engine, in two phases. No request and no memory is changed.
+"""Plan one step of the engine, in two phases. No memory is allocated or freed, and no queue changes.
 
     order:   r0   r1   r2   r3   r4 │ idle: i0   i1
              ▲ phase 1 grants tokens from here on       ▲ phase 2 takes victims from here on: i1, i0, r4, r3, ...
@@ -47,7 +47,7 @@ class Plan:
     grants: tuple[Grant, ...] = ()
     evictions: tuple[Eviction, ...] = ()
     is_full: bool = False
-    """Whether the step's tokens or slots were used up before the turn of all requests."""
+    """Whether the step ended before the turn of all requests: its tokens or slots were used up, or a rule ended it."""
     is_put_off: bool = False
     """Whether requests are granted nothing because the rest is better planned when the step in flight has ended."""
     waiting: tuple[RequestView, ...] = ()

@@ -10,7 +10,7 @@ are computed again, behind C.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from streamrag.core.tokenizer_threads import in_thread
 from streamrag.core.values import common_prefix_len
 from streamrag.errors import ConfigurationError
 from streamrag.modes import AssembledPrompt, PromptAssembler
-from streamrag.modes.context import Context, passage_key
+from streamrag.modes.context import Context, PassageKey, passage_key
 from streamrag.query.options import Query
 from streamrag.query.state import NewContext, QueryState
 from streamrag.support.messages import message_of
@@ -244,15 +244,19 @@ class StrideRefresher:
 
     async def _prepare(self, complete: AssembledPrompt, text: str) -> NewContext | str:
         """Retrieve for `text`, and prefill a prompt with what is new, up to its question. Return it, or why not."""
-        begun_s = self._state.now()
+        begun_s, known = self._state.now(), self._refresh.retrieval
         try:
             new = await self._with_new_passages(complete, text, await self._retrieve(text))
             result = new if isinstance(new, str) else self._why_not_worth(new) or new
             if not isinstance(result, str):
                 await self._prefill(result)
+        except asyncio.CancelledError:  # the answer has ended: the next retrieval begins earlier
+            if (at_least_s := self._state.now() - begun_s) > known.seconds(1):
+                known.observe(1, at_least_s)
+            raise
         except Exception as error:  # a source is foreign code; a backend that fails also fails the answer itself
-            result = f"{type(error).__name__}: {message_of(error)}"
-        self._refresh.retrieval.observe(1, self._state.now() - begun_s)
+            return f"{type(error).__name__}: {message_of(error)}"
+        known.observe(1, self._state.now() - begun_s)
         return result
 
     async def _retrieve(self, text: str) -> Sequence[Chunk]:
@@ -272,30 +276,33 @@ class StrideRefresher:
         The token budget of the query holds for all passages together; what does not fit is left out.
         """
         known = {passage_key(chunk) for chunk in (*complete.included, *complete.shortened)}
-        new = {key: chunk for chunk in reversed(chunks) if (key := passage_key(chunk)) not in known}
+        new = _distinct(chunk for chunk in chunks if passage_key(chunk) not in known)
         if not new:
             return "nothing new was found"
-        added = [*reversed(new.values())][: self._refresh.max_passages]
+        added = new[: self._refresh.max_passages]
         chunks, is_cut_short = (*complete.included, *added), self._state.is_cut_short  # earlier chunks come first
         assemble = partial(self._assembler.assemble, chunks, is_complete=True, is_cut_short=is_cut_short)
         step = await in_thread(self._tokenizer, assemble)
         if len(step.included) == len(complete.included):
             return f"the new passages do not fit into max_context_tokens={self._assembler.max_context_tokens}"
         assert step.included[: len(complete.included)] == complete.included
-        left_out = dict.fromkeys(each for each in (*complete.left_out, *step.left_out) if each not in step.included)
+        included = set(map(passage_key, step.included))
+        left_out = (*complete.left_out, *step.left_out)
+        left_out = _distinct(chunk for chunk in left_out if passage_key(chunk) not in included)
         num_shared = common_prefix_len(complete.prompt.token_ids, step.prompt.token_ids)
         return NewContext(text, replace(step, left_out=tuple(left_out), shortened=complete.shortened), num_shared)
 
     def _why_not_worth(self, new: NewContext) -> str | None:
-        """Return why new context costs more than it may; None if it does not, or while the speed of prefill is unknown.
+        """Return why new context costs more than it may; None if it does not, or while speeds are unknown.
 
         An answer of unknown length is expected to become twice as long as it is, up to `max_tokens`.
         """
         num_tokens = len(self._token_ids)
         num_recomputed = new.num_recomputed(num_tokens)
         num_left = min(num_tokens, self._query.params.max_tokens - num_tokens)
-        cost_s, left_s = self._refresh.prefill.seconds(num_recomputed), num_left * self._token_s()
-        if cost_s <= self._refresh.max_cost * left_s or not cost_s:
+        cost_s, token_s = self._refresh.prefill.seconds(num_recomputed), self._token_s()
+        left_s = num_left * token_s
+        if cost_s <= self._refresh.max_cost * left_s or not cost_s or not token_s:
             return None
         return f"{num_recomputed} tokens take {cost_s:.2g} s, and the rest of the answer perhaps {left_s:.2g} s"
 
@@ -310,3 +317,11 @@ class StrideRefresher:
             async for _ in events:
                 pass
         self._refresh.prefill.observe(max(num_tokens - new.num_shared, 1), self._state.now() - begun_s)
+
+
+def _distinct(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Return the chunks without later ones of the same passage."""
+    firsts: dict[PassageKey, Chunk] = {}
+    for chunk in chunks:
+        firsts.setdefault(passage_key(chunk), chunk)
+    return [*firsts.values()]

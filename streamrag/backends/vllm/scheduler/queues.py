@@ -41,13 +41,14 @@ class Queues:
         stream.status = RequestStatus.WAITING
 
     def resubmit(self, request: StreamRequest) -> None:
-        """Make a running request wait, because its blocks have changed: vLLM then sends the whole request again."""
+        """Make a running request wait, because its blocks have changed: vLLM then sends the whole request again. Until
+        `hide_others` it is in no queue."""
         if request.status == RequestStatus.RUNNING:
             self._leave_running(request)
             request.status = RequestStatus.WAITING
 
     def make_idle_if_done(self, stream: StreamRequest) -> None:
-        """Move a partial prompt that is computed, with no step in flight, to `idle`, and acknowledge its chunks."""
+        """Move a partial prompt that is computed, with no step in flight but stale ones, to `idle`, and acknowledge it."""
         if stream.is_complete or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
             return
         if stream.num_in_flight_tokens > stream.num_stale_output_tokens:
