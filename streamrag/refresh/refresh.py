@@ -287,8 +287,8 @@ class StrideRefresher:
             return f"the new passages do not fit into max_context_tokens={self._assembler.max_context_tokens}"
         assert step.included[: len(complete.included)] == complete.included
         included = set(map(passage_key, step.included))
-        left_out = (*complete.left_out, *step.left_out)
-        left_out = _distinct(chunk for chunk in left_out if passage_key(chunk) not in included)
+        all_left_out = (*complete.left_out, *step.left_out)
+        left_out = _distinct(chunk for chunk in all_left_out if passage_key(chunk) not in included)
         num_shared = common_prefix_len(complete.prompt.token_ids, step.prompt.token_ids)
         return NewContext(text, replace(step, left_out=tuple(left_out), shortened=complete.shortened), num_shared)
 

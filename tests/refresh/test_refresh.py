@@ -325,7 +325,7 @@ async def test_a_retrieval_that_takes_longer_than_the_answer_lets_the_next_one_b
     assert refresh.retrieval.seconds(1) > 0
 
 
-async def test_how_soon_a_retrieval_fails_says_nothing_of_how_long_one_takes() -> None:
+async def test_failed_retrievals_do_not_count_as_quick_ones() -> None:
     refresh = often(max_retrievals=1)
     async with Pipeline(GrowingSource(error=OSError("no route")), HashingBackend()) as pipeline:
         await ask(pipeline, refresh)

@@ -48,7 +48,7 @@ class Queues:
             request.status = RequestStatus.WAITING
 
     def make_idle_if_done(self, stream: StreamRequest) -> None:
-        """Move a partial prompt that is computed, with no step in flight but stale ones, to `idle`, and acknowledge it."""
+        """Move a partial prompt that is computed, with no step in flight but stale ones, to `idle`; acknowledge it."""
         if stream.is_complete or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
             return
         if stream.num_in_flight_tokens > stream.num_stale_output_tokens:
