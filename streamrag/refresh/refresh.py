@@ -10,7 +10,7 @@ are computed again, behind C.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from streamrag.core.tokenizer_threads import in_thread
 from streamrag.core.values import common_prefix_len
 from streamrag.errors import ConfigurationError
 from streamrag.modes import AssembledPrompt, PromptAssembler
-from streamrag.modes.context import Context, PassageKey, passage_key
+from streamrag.modes.context import AppendMode, Context
 from streamrag.query.options import Query
 from streamrag.query.state import NewContext, QueryState
 from streamrag.support.messages import message_of
@@ -244,19 +244,19 @@ class StrideRefresher:
 
     async def _prepare(self, complete: AssembledPrompt, text: str) -> NewContext | str:
         """Retrieve for `text`, and prefill a prompt with what is new, up to its question. Return it, or why not."""
-        begun_s, known = self._state.now(), self._refresh.retrieval
+        begun_s, retrieval = self._state.now(), self._refresh.retrieval
         try:
             new = await self._with_new_passages(complete, text, await self._retrieve(text))
             result = new if isinstance(new, str) else self._why_not_worth(new) or new
             if not isinstance(result, str):
                 await self._prefill(result)
         except asyncio.CancelledError:  # the answer has ended: the next retrieval begins earlier
-            if (at_least_s := self._state.now() - begun_s) > known.seconds(1):
-                known.observe(1, at_least_s)
+            if (at_least_s := self._state.now() - begun_s) > retrieval.seconds(1):
+                retrieval.observe(1, at_least_s)
             raise
         except Exception as error:  # a source is foreign code; a backend that fails also fails the answer itself
             return f"{type(error).__name__}: {message_of(error)}"
-        known.observe(1, self._state.now() - begun_s)
+        retrieval.observe(1, self._state.now() - begun_s)
         return result
 
     async def _retrieve(self, text: str) -> Sequence[Chunk]:
@@ -275,8 +275,7 @@ class StrideRefresher:
 
         The token budget of the query holds for all passages together; what does not fit is left out.
         """
-        known = {passage_key(chunk) for chunk in (*complete.included, *complete.shortened)}
-        new = _distinct(chunk for chunk in chunks if passage_key(chunk) not in known)
+        new = _new_passages((*complete.included, *complete.shortened), chunks)
         if not new:
             return "nothing new was found"
         added = new[: self._refresh.max_passages]
@@ -286,11 +285,9 @@ class StrideRefresher:
         if len(step.included) == len(complete.included):
             return f"the new passages do not fit into max_context_tokens={self._assembler.max_context_tokens}"
         assert step.included[: len(complete.included)] == complete.included
-        included = set(map(passage_key, step.included))
-        all_left_out = (*complete.left_out, *step.left_out)
-        left_out = _distinct(chunk for chunk in all_left_out if passage_key(chunk) not in included)
+        left_out = _new_passages(step.included, (*complete.left_out, *step.left_out))
         num_shared = common_prefix_len(complete.prompt.token_ids, step.prompt.token_ids)
-        return NewContext(text, replace(step, left_out=tuple(left_out), shortened=complete.shortened), num_shared)
+        return NewContext(text, replace(step, left_out=left_out, shortened=complete.shortened), num_shared)
 
     def _why_not_worth(self, new: NewContext) -> str | None:
         """Return why new context costs more than it may; None if it does not, or while speeds are unknown.
@@ -319,9 +316,6 @@ class StrideRefresher:
         self._refresh.prefill.observe(max(num_tokens - new.num_shared, 1), self._state.now() - begun_s)
 
 
-def _distinct(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Return the chunks without later ones of the same passage."""
-    firsts: dict[PassageKey, Chunk] = {}
-    for chunk in chunks:
-        firsts.setdefault(passage_key(chunk), chunk)
-    return [*firsts.values()]
+def _new_passages(known: tuple[Chunk, ...], chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Return the first chunk of each passage that `known` has not."""
+    return AppendMode().fold(known, Update(tuple(chunks)))[len(known) :]

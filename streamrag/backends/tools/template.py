@@ -126,7 +126,7 @@ class ToolTokenizer:
         if len(self._texts) > MAX_TEXTS:
             raise ConfigurationError(f"tools and messages have more than {MAX_TEXTS:,} texts: give fewer tools")
         messages = [*own[:num_system], *earlier, *own[num_system:], *later]
-        if messages[0]["role"] == "system" and not model.keeps_system(tools=tools):
+        if messages[0]["role"] == "system" and not model.keeps_system(tools=tools[:1]):
             messages = fold_system(messages)
         try:
             rendered = model.render(messages, tools)

@@ -62,7 +62,7 @@ class PlanExecutor:
             self.outbox.acknowledge_waiting(requests[view.request_id])
         for grant, request in zip(step_plan.grants, granted, strict=True):
             self._limit_to_grant(grant, request)
-        running, waiting = self.queues.hide_others([*step.decoding], granted, step.order, [*step.blocked])
+        running, waiting = self.queues.hide_others(step.decoding, granted, step.order, step.blocked)
         try:
             with self._offered_rest(step, waiting) if self.kv_memory.theirs_may_load else nullcontext():
                 yield
