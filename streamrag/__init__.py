@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from streamrag.query.answer_stream import AnswerStream as AnswerStream
     from streamrag.query.answer_stream import EventStream as EventStream
     from streamrag.query.options import QueryOptions as QueryOptions
+    from streamrag.sources.crawl.options import CrawlOptions as CrawlOptions
     from streamrag.sources.crawl.search_engine import search_engine as search_engine
     from streamrag.sources.crawl.web import WebSource as WebSource
     from streamrag.sources.generators import from_passages as from_passages
@@ -120,6 +121,7 @@ _NAMES = {
     "streamrag.pipeline": "Pipeline",
     "streamrag.query.answer_stream": "AnswerStream EventStream",
     "streamrag.query.options": "QueryOptions",
+    "streamrag.sources.crawl.options": "CrawlOptions",
     "streamrag.sources.crawl.search_engine": "search_engine",
     "streamrag.sources.crawl.web": "WebSource",
     "streamrag.sources.timing.delayed_updates": "DelayedUpdates",

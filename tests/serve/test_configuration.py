@@ -13,8 +13,9 @@ from streamrag.serve import Limits
 from streamrag.serve.config.checks import check
 from streamrag.serve.config.factories import name_on_ray
 from streamrag.serve.config.layers import SECTIONS, load
-from streamrag.serve.config.settings import Settings
+from streamrag.serve.config.settings import CRAWL, Settings, SourceSettings
 from streamrag.serve.config.toml_text import HIDDEN, commented_defaults, effective
+from streamrag.sources.crawl.options import CrawlOptions
 
 
 def file_of(folder: Path, text: str) -> Path:
@@ -212,6 +213,21 @@ def test_true_is_no_number(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="must not be true or false"):
         Limits(max_queries=True)
+
+
+def test_settings_of_a_crawl_are_those_of_crawl_options(tmp_path: Path) -> None:
+    fields = {name: SourceSettings.model_fields[name] for name in CRAWL}
+    assert {name: field.default for name, field in fields.items()} == {
+        name: getattr(CrawlOptions(), name) for name in CRAWL
+    }
+    assert fields["max_depth"].description == "links to follow from a start URL"
+    assert all(field.description for field in fields.values())
+    file = file_of(tmp_path, '[source]\nmax_depth = -1\ncdp_url = "localhost:9222"\n')
+    assert problems_of(file, {}, {}) == [
+        f"{file}, line 2: source.max_depth: input should be greater than or equal to 0, and is '-1'",
+        f"{file}, line 3: source.cdp_url: must be the address of a browser's remote debugging port, such as "
+        "http://127.0.0.1:9222, and is 'localhost:9222'",
+    ]
 
 
 def test_services_on_one_cluster_have_engines_of_their_own() -> None:

@@ -26,8 +26,8 @@ from streamrag.serve.config.factories import (
 )
 from streamrag.serve.config.keys import read_keys
 from streamrag.serve.config.layers import Loaded, Problem
-from streamrag.serve.config.settings import EngineSettings, ReplicaSettings, Settings
-from streamrag.serve.config.source_factory import CRAWL, make_source
+from streamrag.serve.config.settings import CRAWL, EngineSettings, ReplicaSettings, Settings
+from streamrag.serve.config.source_factory import make_source
 from streamrag.serve.connections.gate import LOOPBACK
 from streamrag.serve.server import listen
 from streamrag.sources.index.index_folder import check_index

@@ -6,14 +6,15 @@ index = "./handbook-index"              streamrag serve --source.index ./handboo
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr, create_model
 
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.modes import PromptTemplate
 from streamrag.serve.limits import Checked, Limits
+from streamrag.sources.crawl.options import CrawlOptions, summary
 
 _PROMPT = PromptTemplate()
 
@@ -36,23 +37,36 @@ Words = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
 Table = Annotated[dict[str, Any], BeforeValidator(_parse_object)]  # a table, or a string with a JSON object
 
 
-class SourceSettings(Checked):
-    """The source of context: one of `urls`, `index`, `postgres`, `trace`; with none, clients bring their context."""
+CRAWL = (
+    "max_depth", "max_pages", "crawl_timeout_s", "same_host", "allow_private", "obey_robots", "sitemaps",
+    "send_traceparent", "cache_folder", "cdp_url",
+)  # fmt: skip
+"""The options of a crawl that are settings, with the types, defaults and meanings that `CrawlOptions` gives them."""
+
+
+def _crawl_fields() -> dict[str, Any]:
+    types, defaults = get_type_hints(CrawlOptions, include_extras=True), CrawlOptions()
+    return {name: (types[name], Field(default=getattr(defaults, name), description=summary(name))) for name in CRAWL}
+
+
+class _Places(Checked):
+    """A part of `SourceSettings`: where to look."""
 
     urls: Words = Field(default=(), description="start addresses of a crawl")
     index: Path | None = Field(default=None, description="an index made by `streamrag index build`")
     postgres: SecretStr | None = Field(default=None, description="a pgvector DSN, or env:NAME of a variable with one")
     trace: Path | None = Field(default=None, description="replay a recording of `streamrag record`")
-    max_depth: int = Field(default=2, ge=0, description="links that a crawl follows from a start address")
-    max_pages: int = Field(default=20, ge=1, description="maximum pages of a crawl")
-    crawl_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a whole crawl")
-    same_host: bool = Field(default=True, description="follow only links within the hosts of the start addresses")
-    allow_private: bool = Field(default=False, description="also crawl private and loopback addresses")
-    obey_robots: bool = Field(default=True, description="fetch only what robots.txt allows")
-    sitemaps: bool = Field(default=False, description="also look for pages in sitemaps")
-    send_traceparent: bool = Field(default=False, description="send each query's trace context to crawled sites")
-    cache_folder: Path | None = Field(default=None, description="cache of crawled pages")
-    cdp_url: str | None = Field(default=None, description="render pages in the browser at this CDP address")
+
+
+if TYPE_CHECKING:  # a type checker cannot know fields that are made, and no code names them
+    _Crawled = _Places
+else:
+    _Crawled = create_model("_Crawled", __base__=_Places, **_crawl_fields())
+
+
+class SourceSettings(_Crawled):
+    """The source of context: one of `urls`, `index`, `postgres`, `trace`; with none, clients bring their context."""
+
     base_url: str | None = Field(
         default=None,
         pattern="^https?://[^/]",
