@@ -567,6 +567,7 @@ def is_field(member: griffe.Object | griffe.Alias) -> bool:
         isinstance(member, griffe.Attribute)
         and bool(member.annotation)
         and not member.name.startswith("_")
+        and "instance-attribute" in member.labels  # not a ClassVar
         and "property" not in member.labels
     )
 

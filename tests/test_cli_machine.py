@@ -102,7 +102,9 @@ def test_the_dtype_is_told_with_its_reason_and_counts_as_memory(doctor: Any, mod
     assert status == 1
     assert "weights of 4.0 GiB, 3.0 GiB for processes and 0.5 GiB of KV do not fit into 7.0 GiB of memory" in out
     _, out = doctor("--model", str(model), gpu=("H100", 80 * GIB), capabilities=WITHOUT_BFLOAT16)
-    assert "dtype: the dtype of the weights, but bfloat16 for weights in float32. --engine.dtype overrides it\n" in out
+    assert (
+        "dtype: the dtype of the weights, but bfloat16 for weights in float32. engine.engine_args overrides it\n" in out
+    )
     assert "model: bfloat16, weights of 2.0 GiB" in out
 
 

@@ -180,7 +180,7 @@ async def _serve(settings: "Settings") -> int:
     keys = read_keys(settings.keys)
     observers, close_observers = make_observers(settings, keys)
     service = make_service(settings, observers=observers)
-    sock = listen(settings.server.host, settings.server.port, send_timeout_s=settings.limits.send_timeout_s)
+    sock = listen(settings.server.host, settings.server.port)
     with sock:
         with shown_starting(errors) as show:
             await service.start(show)

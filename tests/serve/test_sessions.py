@@ -11,7 +11,7 @@ from httpx_sse import ServerSentEvent, aconnect_sse
 
 from streamrag.serve import Limits
 from streamrag.testing import ScriptedBackend
-from tests.serve.serving import Serving, serving
+from tests.serve.serving import Serving, limits_of, serving
 
 
 async def opened(served: Serving, **options: object) -> str:
@@ -192,8 +192,9 @@ async def test_a_client_that_leaves_an_answer_frees_it_and_the_session_goes_on()
         assert (await served.http.post(f"{url}/data", json={"data": ["x"]})).json()["version"] == 1
 
 
-async def test_sessions_are_bounded_and_belong_to_their_client() -> None:
-    limits = Limits(max_sessions=3, max_sessions_per_client=2, max_watches=1)
+async def test_sessions_are_bounded_and_belong_to_their_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.serve.session_store.store.CLIENT_SHARE", 2 / 3)
+    limits = limits_of(max_sessions=3, max_watches=1)
     async with serving(keys={"a": "alice", "b": "bob"}, limits=limits) as served:
         url = await opened(served)
         await opened(served)

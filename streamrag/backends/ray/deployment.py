@@ -116,7 +116,7 @@ def _scaling(options: ReplicaOptions) -> dict[str, Any]:
         load = {"policy": AutoscalingPolicy(policy_function=function, policy_kwargs={"target": options.queued_tokens})}
     return {
         "autoscaling_config": AutoscalingConfig(
-            min_replicas=options.min_number or options.number,
+            min_replicas=options.number,
             initial_replicas=options.number,
             max_replicas=options.max_number,
             upscale_delay_s=options.upscale_delay_s,
@@ -165,20 +165,13 @@ class DeployedSource:
             await self._source.aclose()
 
 
-def sources(make_source: MakeSource, number: int, max_number: int | None = None, *, num_cpus: float = 0.0) -> Any:
-    """Return the application of sources: `number` replicas, up to `max_number` for more than 8 open queries in each.
-
-    num_cpus: CPUs of each replica. With 0, they run beside engines that have taken all CPUs, as needed on a single
-        machine; with Ray's default of 1 they would wait forever there.
-    """
-    scaling: dict[str, Any] = {"num_replicas": number}
-    if max_number is not None:
-        scaling = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=number, max_replicas=max_number, target_ongoing_requests=MAX_QUERIES_PER_SOURCE / 2
-            )
-        }
+def sources(make_source: MakeSource, number: int) -> Any:
+    """Return the application of `number` sources. They reserve no CPUs, because on a single machine they run beside
+    engines that have taken all CPUs: with Ray's default of 1 they would wait forever there."""
     deployed = serve.deployment(
-        name=SOURCES, max_ongoing_requests=MAX_QUERIES_PER_SOURCE, ray_actor_options={"num_cpus": num_cpus}, **scaling
+        name=SOURCES,
+        max_ongoing_requests=MAX_QUERIES_PER_SOURCE,
+        ray_actor_options={"num_cpus": 0.0},
+        num_replicas=number,
     )(DeployedSource)
     return deployed.bind(make_source)

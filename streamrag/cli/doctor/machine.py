@@ -160,7 +160,7 @@ def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
     for dtype in emulated_dtypes(capabilities):
         missing = " and ".join(name for name in DTYPE_INSTRUCTIONS[dtype] if name in capabilities)
         rule += f"; float32 instead of {dtype}, which is several times slower on this CPU without {missing}"
-    return f"{rule}. --engine.dtype overrides it"
+    return f"{rule}. engine.engine_args overrides it"
 
 
 def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterator[str]:

@@ -48,7 +48,7 @@ PACKAGES = (
 )
 """Settings, a module that each needs, and the command that installs it."""
 
-ON_RAY = {"number", "address", "name", "sources", "max_sources", "source_num_cpus", "place_s"}
+ON_RAY = {"number", "address", "name", "sources"}
 """Settings of [replicas] that have an effect without replicas of the engine."""
 
 NEEDS: Sequence[tuple[str, Collection[str], Sequence[str]]] = (

@@ -39,7 +39,7 @@ Table = Annotated[dict[str, Any], BeforeValidator(_parse_object)]  # a table, or
 
 CRAWL = (
     "max_depth", "max_pages", "crawl_timeout_s", "same_host", "allow_private", "obey_robots", "sitemaps",
-    "send_traceparent", "cache_folder", "cdp_url",
+    "cache_folder", "cdp_url",
 )  # fmt: skip
 """The options of a crawl that are settings, with the types, defaults and meanings that `CrawlOptions` gives them."""
 
@@ -110,15 +110,13 @@ class EngineSettings(Checked):
         description='separate engines for prompts and for answers: "2+1" is two and one',
     )
     policy: str = Field(default=DEFAULT_POLICY, description="order in which it serves requests")
-    can_partial_evict: bool | None = Field(default=None, description="whether partial prompts may preempt others")
     eviction: EvictionMode | None = Field(default=None, description="what happens to the KV of preempted requests")
     host_kv_bytes: int | None = Field(default=None, ge=0, description="host memory for KV, for each worker")
     profile: str | None = Field(default=None, description="name or path of the hardware's cost profile")
-    dtype: str = Field(default="auto", description="of weights and KV; `streamrag doctor` shows what is chosen")
-    max_num_batched_tokens: int | None = Field(default=None, ge=1, description="maximum tokens in one step")
-    max_num_seqs: int | None = Field(default=None, ge=1, description="maximum requests in one step")
     kv_cache_bytes: int | None = Field(default=None, ge=1, description="KV cache size; 4 GiB by default on a CPU")
-    engine_args: Table = Field(default={}, description="more of vLLM's AsyncEngineArgs, which take precedence")
+    engine_args: Table = Field(
+        default={}, description="more of vLLM's AsyncEngineArgs, such as dtype and max_num_seqs; they take precedence"
+    )
 
 
 class ReplicaSettings(Checked):
@@ -132,27 +130,23 @@ class ReplicaSettings(Checked):
         min_length=1,
         description="unique prefix of the engines and sources on a cluster; by default of host and port",
     )
-    min_number: int | None = Field(default=None, ge=1, description="minimum engines when there is little load")
-    max_number: int | None = Field(default=None, ge=1, description="maximum engines; by default no autoscaling")
+    max_number: int | None = Field(
+        default=None, ge=1, description="maximum engines under load, minimum is `number`; by default no autoscaling"
+    )
     decode: int = Field(
         default=0, ge=0, description="decode lanes at the start; the engines of `number` are then prefill lanes"
     )
     max_decode: int | None = Field(default=None, ge=1, description="maximum decode lanes; minimum is `decode`")
     queued_tokens: int = Field(default=8192, ge=1, description="queued prompt tokens per engine before one is added")
-    upscale_delay_s: float = Field(default=10.0, gt=0, description="seconds of high load before an engine is added")
-    downscale_delay_s: float = Field(default=600.0, ge=0, description="seconds of low load before one is removed")
     max_open: int = Field(default=64, ge=1, description="open queries in one engine")
-    max_replays: int = Field(default=3, ge=0, description="retries of a query without output whose engine is lost")
     num_cpus: float = Field(default=1.0, ge=0, description="CPUs of its node that each engine reserves")
     num_gpus: float = Field(default=0.0, ge=0, description="GPUs that each engine reserves")
-    accelerator: str | None = Field(default=None, description='accelerator of its node, as Ray names it: "H100"')
-    resources: Table = Field(default={}, description="further Ray resources that each engine reserves, by name")
-    drain_s: float = Field(default=600.0, gt=0, description="seconds for a stopped engine to finish its queries")
+    resources: Table = Field(
+        default={},
+        description='further Ray resources that each engine reserves: {"accelerator_type:H100" = 0.001}, for example',
+    )
     sources: int = Field(default=0, ge=0, description="replicas of the source; 0 retrieves in the service's process")
-    max_sources: int | None = Field(default=None, ge=1, description="maximum replicas of the source under load")
-    source_num_cpus: float = Field(default=0.0, ge=0, description="CPUs that each replica of the source reserves")
     front_num_cpus: float = Field(default=0.0, ge=0, description="CPUs that the service reserves when deployed on Ray")
-    place_s: float = Field(default=900.0, gt=0, description="seconds that replicas wait for a node with room for them")
 
 
 class PromptSettings(Checked):
@@ -182,10 +176,6 @@ class AnswerSettings(Checked):
     on_source_error: Literal["raise", "answer"] = Field(default="raise", description="what to do if retrieval fails")
 
 
-class LimitSettings(Limits):
-    """Limits on the requests of clients. Requests that exceed them are refused with 429 or 413."""
-
-
 class KeySettings(Checked):
     """API keys of clients: `file` has lines `name = "key"`. Never on the command line, which every user can read."""
 
@@ -202,11 +192,9 @@ class ServerSettings(Checked):
     hosts: Words = Field(default=(), description="permitted host names besides loopback; * is any (default with keys)")
     origins: Words = Field(default=(), description="permitted origins besides its own; * permits any")
     session_log_dir: Path | None = Field(default=None, description="folder of session logs, to resume after a restart")
-    on_engine_death: Literal["exit", "restart"] = Field(default="exit", description="what to do when the engine dies")
-    max_restarts: int = Field(
-        default=5, ge=1, description="restarts within `restart_window_s` before the service exits"
+    on_engine_death: Literal["exit", "restart"] = Field(
+        default="exit", description="what to do when the engine dies; five restarts an hour at most"
     )
-    restart_window_s: float = Field(default=3600.0, gt=0, description="window of `max_restarts` in seconds")
 
 
 class ObserveSettings(Checked):
@@ -224,7 +212,7 @@ class Settings(Checked):
     replicas: ReplicaSettings = ReplicaSettings()
     prompt: PromptSettings = PromptSettings()
     answers: AnswerSettings = AnswerSettings()
-    limits: LimitSettings = LimitSettings()
+    limits: Limits = Limits()
     keys: KeySettings = KeySettings()
     server: ServerSettings = ServerSettings()
     observe: ObserveSettings = ObserveSettings()
