@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_modules("serve", "starlette", "uvicorn")
     from streamrag.serve.config.checks import check, check_model
     from streamrag.serve.config.layers import SECTIONS, load
-    from streamrag.serve.config.toml_text import commented_defaults, effective
+    from streamrag.serve.config.settings import commented_defaults, effective
 
     if arguments.print_config:
         Output().print_plain(commented_defaults())

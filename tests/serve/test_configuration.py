@@ -13,8 +13,7 @@ from streamrag.serve import Limits
 from streamrag.serve.config.checks import check
 from streamrag.serve.config.factories import name_on_ray
 from streamrag.serve.config.layers import SECTIONS, load
-from streamrag.serve.config.settings import CRAWL, Settings, SourceSettings
-from streamrag.serve.config.toml_text import HIDDEN, commented_defaults, effective
+from streamrag.serve.config.settings import CRAWL, HIDDEN, Settings, SourceSettings, commented_defaults, effective
 from streamrag.sources.crawl.options import CrawlOptions
 
 

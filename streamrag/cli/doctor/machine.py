@@ -21,9 +21,9 @@ from streamrag.backends.vllm.facts import (
     cpu_capabilities,
     describe_model_runner,
     emulated_dtypes,
+    host_bytes,
     num_allowed_cores,
 )
-from streamrag.backends.vllm.host_size import host_bytes
 from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
 from streamrag.cli.doctor.tested_versions import describe_tests
 from streamrag.demo.smollm2 import INSTALL as DEMO_MODEL_INSTALL

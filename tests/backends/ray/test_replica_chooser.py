@@ -26,7 +26,7 @@ from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
 from streamrag.errors import ConfigurationError, PromptTooLongError
 from streamrag.records import RequestRecord
 from streamrag.routing import Opening, ReplicaState
-from streamrag.routing.speed import LASTS_S, QUERY_TOKENS
+from streamrag.routing.soonest import LASTS_S, QUERY_TOKENS
 from streamrag.testing import ScriptedBackend
 
 FIRST = Prompt((1, 2, 3), 0, is_complete=False, source_name="search")
