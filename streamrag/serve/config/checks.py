@@ -37,14 +37,14 @@ SOURCES = ("source.urls", "source.index", "source.postgres", "source.trace")  # 
 PACKAGES = (
     ("source.urls", "crawl4ai", install_line("crawl")),
     ("source.index", "numpy", install_line("embed")),
-    ("source.postgres", "psycopg", install_line("postgres")),
-    ("source.postgres", "psycopg_pool", install_line("postgres")),
+    ("source.postgres", "psycopg", install_line("embed")),
+    ("source.postgres", "psycopg_pool", install_line("embed")),
     ("engine.lanes", "nixl", INSTALL),
     ("replicas.decode", "nixl", INSTALL),
     ("replicas.number", "ray", install_line("ray")),
     ("replicas.sources", "ray", install_line("ray")),
-    ("observe.otel_endpoint", "opentelemetry.sdk", install_line("otel")),
-    ("observe.otel_endpoint", "opentelemetry.exporter.otlp.proto.http", install_line("otel")),
+    ("observe.otel_endpoint", "opentelemetry.sdk", install_line("serve")),
+    ("observe.otel_endpoint", "opentelemetry.exporter.otlp.proto.http", install_line("serve")),
 )
 """Settings, a module that each needs, and the command that installs it."""
 
