@@ -8,7 +8,6 @@ from ray import serve
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve._private import replica
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
-from ray.serve.request_router import RequestRouter
 from ray.util import get_node_ip_address
 
 from streamrag.backends.ray.options import QUEUED_TOKENS, ReplicaOptions
@@ -77,17 +76,11 @@ class DeployedReplica(EngineReplica):
 
 
 def engines(
-    make_backend: MakeBackend,
-    options: ReplicaOptions,
-    request_router: type[RequestRouter] = StreamRouter,
-    *,
-    name: str = ENGINES,
-    other_deployments: Sequence[Any] = (),
+    make_backend: MakeBackend, options: ReplicaOptions, *, name: str = ENGINES, other_deployments: Sequence[Any] = ()
 ) -> Any:
     """Return the application of engines, for `serve.run` or for binding into a larger application. With
     `options.max_number`, their number follows the load; without, it is constant.
 
-    request_router: the class of Ray Serve's router; must route the further calls of a stream to that stream's replica.
     other_deployments: further deployments of the application, which are deployed with it.
     """
     deployed = serve.deployment(
@@ -98,7 +91,7 @@ def engines(
         graceful_shutdown_timeout_s=options.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=RequestRouterConfig(
-            request_router_class=request_router,
+            request_router_class=StreamRouter,
             request_routing_stats_period_s=STATS_S,
         ),
         **_scaling(options),

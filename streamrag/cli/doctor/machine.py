@@ -93,7 +93,7 @@ class Machine:
     advice: list[str] = field(default_factory=list)
 
 
-def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
+def examine(model: str | None, *, port: int) -> Machine:
     """Return the check's results in some seconds, without starting an engine. Missing optional extras are advice.
 
     model: folder of a model to check as well; raises ConfigurationError without it or a valid config.json.
@@ -129,7 +129,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
             raise ModelError(f"there is no model at {model}. Give an existing folder: one on the hub cannot be checked")
         found.model = _model_needs(folder, emulated_dtypes(capabilities))
         found.problems += _memory_problems(found, is_gpu=gpu is not None)
-    found.problems += _port_problems(host, port)
+    found.problems += _port_problems(port)
     shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None
     if shm_bytes is not None and shm_bytes < MIN_SHM_BYTES:
         found.advice.append(f"/dev/shm has {shm_bytes >> 20} MB only: in a container, --shm-size=1g")
@@ -261,12 +261,12 @@ def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
             )
 
 
-def _port_problems(host: str, port: int) -> Iterator[str]:
+def _port_problems(port: int) -> Iterator[str]:
     """Bind the port for a moment, and yield a problem if that fails."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind((host, port))
+            sock.bind(("127.0.0.1", port))
         except OSError as error:
             yield f"port {port} is not available: {error.strerror}: choose another with --port"
 
