@@ -37,7 +37,8 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     crawling = parser.add_argument_group("crawling")
     for flag, name, more in CRAWL_FLAGS:
         field = SourceSettings.model_fields[name]
-        about = field.description if field.default in (None, False, True) else f"{field.description} (%(default)s)"
+        has_value = field.default is not None and field.annotation is not bool
+        about = f"{field.description} (%(default)s)" if has_value else f"{field.description}"
         crawling.add_argument(flag, dest=name, **{"default": field.default, "help": about, **more})
     search = parser.add_argument_group("searching")
     search.add_argument("--table", default="passages", metavar="NAME", help="table of --postgres (%(default)s)")

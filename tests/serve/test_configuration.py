@@ -28,7 +28,7 @@ def problems_of(file: Path | None, environment: dict[str, str], options: dict[st
 
 def test_options_go_over_the_environment_over_the_file_over_defaults(tmp_path: Path) -> None:
     file = file_of(tmp_path, "[limits]\nmax_queries = 1\nmax_tokens = 1\nmax_sessions = 1\n")
-    environment = {"STREAMRAG__LIMITS__MAX_TOKENS": "2", "STREAMRAG__LIMITS__MAX_STATES": "2", "HOME": "/nowhere"}
+    environment = {"STREAMRAG__LIMITS__MAX_TOKENS": "2", "STREAMRAG__LIMITS__MAX_SESSIONS": "2", "HOME": "/nowhere"}
     limits = load(file, environment, {"limits.max_sessions": "3"}).settings.limits
     assert (limits.max_queries, limits.max_tokens, limits.max_sessions) == (1, 2, 3)
     assert limits.drain_s == Settings().limits.drain_s

@@ -134,7 +134,7 @@ async def run_service(kind: str, model: str, num_places: int) -> int:
     await service.start(lambda line: print(line, file=sys.stderr))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     app = create_app(service)
-    app._app.router.routes.extend(routes)
+    app._app.router.routes.extend(routes)  # type: ignore[attr-defined]
     return await serve(app, service, sock, on_ready=lambda: print(json.dumps(url), flush=True))
 
 

@@ -556,7 +556,7 @@ def test_a_service_has_lanes_by_one_word() -> None:
         assert isinstance(backend, DisaggregatedBackend)
         return list(backend._backends.values())
 
-    lanes = lanes_of(lanes="2+1", policy="fcfs", max_num_seqs=8)
+    lanes = lanes_of(lanes="2+1", policy="fcfs", engine_args='{"max_num_seqs": 8}')
     assert [lane.lane for lane in lanes] == ["prefill", "prefill", "decode"]
     assert [lane._engine_args["max_num_seqs"] for lane in lanes] == [8, 8, 8]
     assert lanes[0]._engine_args["additional_config"]["streamrag"]["policy"] == "fcfs"
