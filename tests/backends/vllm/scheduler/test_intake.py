@@ -11,7 +11,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
 from streamrag.backends.vllm.chunk_wire import KEY, EndOfInput, PromptMessage
-from streamrag.backends.vllm.scheduler.request_log import NUM_GONE
+from streamrag.backends.vllm.scheduler.records import NUM_GONE
 from tests.engine.sizes import container_sizes, what_has_grown
 
 Make = Callable[..., Any]
