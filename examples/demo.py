@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag import (
+    CrawlOptions,
     DelayedUpdates,
     HybridSource,
     Pipeline,
@@ -389,7 +390,8 @@ async def run(arguments: argparse.Namespace, groups: dict[str, Group], ahead: li
             engine_args={"dtype": "auto" if arguments.model else "float32"},
             answer_ahead=arguments.model is None,  # not every model can, and on a GPU it has a price
         )
-        crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
+        options = CrawlOptions(max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
+        crawl = WebSource([url], options)
         search = DelayedUpdates(
             HybridSource(index, k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES), LEAD_S
         )

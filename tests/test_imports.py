@@ -26,7 +26,7 @@ RING = [
     {"backends/ray"},
     {"backends/replicas"},
     {"backends/simulated", "backends/tools", "routing"},
-    {"sources/crawl", "sources/hand_over", "sources/postgres", "sources/search", "sources/timing"},
+    {"sources/crawl", "sources/hand_over", "sources/postgres", "sources/search"},
     {"sources/index", "sources/pages"},
     {"sources/http", "sources/workers"},
     {"open_questions", "refresh", "sessions", "trace"},
@@ -55,7 +55,7 @@ SHARED_BY_PROCESS: dict[str, set[str]] = {
     "client": {"chunk_wire", "facts", "scheduler_options", "version"},
     "scheduler": {"chunk_wire", "copy_wire", "facts", "scheduler_options", "version"},
     "worker": {"copy_wire"},
-    "connector": {"host_size", "scheduler", "worker", "copy_wire", "scheduler_options"},  # vLLM's entry to both
+    "connector": {"facts", "scheduler", "worker", "copy_wire", "scheduler_options"},  # vLLM's entry to both
     "nixl_connector": set(),  # of decode lanes, which run vLLM's own scheduler and workers
     "scheduler_options": {"chunk_wire"},
     "version": set(),

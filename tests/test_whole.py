@@ -16,6 +16,7 @@ from streamrag import (
     AnswerStream,
     Append,
     Chunk,
+    CrawlOptions,
     Pipeline,
     SamplingParams,
     Turn,
@@ -88,7 +89,7 @@ async def site() -> AsyncIterator[Website]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def web(site: Website) -> AsyncIterator[WebSource]:
-    source = WebSource(lambda query: [site.url(query.split()[-1])], allow_private=True, num_workers=1)
+    source = WebSource(lambda query: [site.url(query.split()[-1])], CrawlOptions(allow_private=True, num_workers=1))
     await source.start(print)
     try:
         yield source

@@ -4,13 +4,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from streamrag.core.sampling import SamplingParams
 from streamrag.core.values import (
     Append,
     BackendEvent,
     Chunk,
     LengthUnit,
     Prompt,
+    SamplingParams,
     SourceEvent,
     TokenUsage,
     Update,

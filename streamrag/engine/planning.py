@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from streamrag.engine.memory import Memory
 from streamrag.engine.recompute_or_swap import Fate
-from streamrag.engine.request import RequestView
+from streamrag.engine.request import Memory, RequestView
 from streamrag.engine.rules.rule import Rule, RuleList
 from streamrag.engine.walk import Candidate, Grant, StepBudget, Wait, Walk
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from streamrag.engine.memory import Memory
-from streamrag.engine.request import RequestView
+from streamrag.engine.request import Memory, RequestView
 from streamrag.engine.victims import Victims
 
 MEMORY = "Memory"

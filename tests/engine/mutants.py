@@ -61,15 +61,15 @@ SOONEST = "streamrag.routing.soonest"
 COMPARED_TEST = "bench/tests/studies/routing/test_routers.py"
 AFFINITY, SIMPLE, ROUTERS_TEST = (
     "studies.routing.prefix_affinity",
-    "streamrag.routing.basic_routers",
+    "streamrag.routing.router",
     "tests/routing/test_routers.py",
 )
 CLASSES, RULES = "streamrag.engine.urgency_classes", "streamrag.engine.rules."
 WALK, VICTIMS = "streamrag.engine.walk", "streamrag.engine.victims"
-ADMISSION = "streamrag.backends.vllm.scheduler.kv.claims"
+ADMISSION = "streamrag.backends.vllm.scheduler.kv.eviction"
 LATER = "streamrag.backends.vllm.scheduler.kv.later_hits"
 OF_LATER, OF_PLANS = "tests/backends/vllm/scheduler/test_later_hits.py", "tests/engine/test_planning.py"
-PLACES, POLICIES, PLACES_TEST = "streamrag.engine.places", "streamrag.engine.policies", "tests/engine/test_places.py"
+POLICIES, PLACES_TEST = "streamrag.engine.policies", "tests/engine/test_places.py"
 OF_SCHEDULER = "tests/backends/vllm/scheduler/test_scheduler.py"
 OF_CONNECTORS = "tests/backends/vllm/scheduler/test_third_party_connector.py"
 OF_MAMBA = "tests/backends/vllm/scheduler/test_mamba.py"
@@ -787,7 +787,7 @@ MUTANTS = (
     # The next cost memory or time, or are unfair. No answer is wrong, so that the fuzz sees little of them.
     Mutant(
         "places are never forgotten",
-        PLACES,
+        POLICIES,
         "if len(self._cached) > 2 * num_requests + 100:",
         "if False:",
         0,
@@ -1042,7 +1042,7 @@ MUTANTS = (
     ),
     Mutant(
         "steps are long until one was measured",
-        "streamrag.engine.pace",
+        "streamrag.engine.step_size",
         "int(self._step_s / self._token_s) if self._token_s else 0",
         "int(self._step_s / self._token_s) if self._token_s else self._max_tokens",
         0,

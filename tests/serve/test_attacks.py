@@ -27,7 +27,7 @@ from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw
 from tests.serve.responses.talking import talking
-from tests.serve.serving import CHUNKS, serving
+from tests.serve.serving import CHUNKS, limits_of, serving
 
 KEYS = {"key-of-alice-0123456789": "alice", "key-of-mallory-0123456": "mallory"}
 ALICE, MALLORY = ({"authorization": f"Bearer {key}"} for key in KEYS)
@@ -279,7 +279,7 @@ def test_metrics_have_a_line_for_each_client_only_where_they_are_few(num_keys: i
 
 
 async def test_connections_of_one_client_do_not_push_out_what_is_stored_for_another() -> None:
-    async with serving(limits=Limits(max_states=4), keys=KEYS) as served:
+    async with serving(limits=limits_of(max_states=4), keys=KEYS) as served:
         stored = [
             (await served.http.post("/v1/responses", json={"input": "Where?"}, headers=ALICE)).json()["id"]
             for _ in range(2)
@@ -325,7 +325,7 @@ async def test_a_page_that_may_ask_may_put_a_watch() -> None:
 
 
 async def test_open_requests_of_one_client_do_not_keep_out_another() -> None:
-    limits = Limits(max_connections=6, max_connections_per_client=3)
+    limits = limits_of(max_connections=6, max_connections_per_client=3)
     async with serving(limits=limits, keys=KEYS) as served, AsyncExitStack() as opened:
         url = (await served.http.post("/v1/sessions", json={}, headers=MALLORY)).json()["id"]
         events = f"/v1/sessions/{url}/events"

@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from streamrag import Pipeline, VectorSource, WebSource
+from streamrag import CrawlOptions, Pipeline, VectorSource, WebSource
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import Append, Chunk, ModelInfo, Source
 from streamrag.sources.index.build import build_index
@@ -123,7 +123,7 @@ async def measure(rounds: int) -> list[dict[str, float | str]]:
         assert other.stdin
         assert other.stdout
         url = f"http://127.0.0.1:{int(await server.stdout.readline())}/index.html"
-        web, vector = WebSource([url], allow_private=True), VectorSource(index, k=5)
+        web, vector = WebSource([url], CrawlOptions(allow_private=True)), VectorSource(index, k=5)
         ticker = Ticker()
         try:
             await asyncio.gather(web.start(print), vector.start(print))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.backends.vllm.scheduler.hooks import StreamingHooks, streaming_scheduler
-from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
+from streamrag.backends.vllm.scheduler.host_memory.costs import parts_of
 from streamrag.engine.recompute_or_swap import SwapAlways
 
 if TYPE_CHECKING:

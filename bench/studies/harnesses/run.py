@@ -65,8 +65,8 @@ def server_command(server: str, model: Path, port: int) -> list[str]:
     """Return the command of a server, both with the same engine."""
     own = [sys.executable, "-m", "streamrag", "serve", "--model.served_name", NAME]
     own += [part for name, text in PLAIN_PROMPT.items() for part in (f"--prompt.{name}", text)]
-    own += ["--engine.dtype", "float32", "--engine.kv_cache_bytes", str(KV_BYTES)]
-    own += ["--engine.max_num_batched_tokens", "512", "--engine.max_num_seqs", "16"]
+    engine_args = {"dtype": "float32", "max_num_batched_tokens": 512, "max_num_seqs": 16}
+    own += ["--engine.kv_cache_bytes", str(KV_BYTES), "--engine.engine_args", json.dumps(engine_args)]
     other = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", NAME]
     other += ["--dtype", "float32", "--kv-cache-memory-bytes", str(KV_BYTES), "--enable-prefix-caching"]
     other += ["--max-num-batched-tokens", "512", "--max-num-seqs", "16", "--block-size", "32", "--enforce-eager"]

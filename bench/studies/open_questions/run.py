@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag import Pipeline, SamplingParams, VllmBackend, WebSource
+from streamrag import CrawlOptions, Pipeline, SamplingParams, VllmBackend, WebSource
 from streamrag.core import Source, SourceEvent
 from streamrag.demo.demo_folder import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, TEMPLATE, prepare_demo
 from streamrag.query.answer_stream import AnswerStream
@@ -177,9 +177,8 @@ async def measure(folder: Path, num_questions: int, sources: Sequence[str]) -> l
     async with AsyncExitStack() as stack:
         cache = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = stack.enter_context(served(folder / "site"))
-        crawl = WebSource(
-            [url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=True, cache_folder=cache
-        )
+        options = CrawlOptions(max_pages=12, max_page_chars=1500, num_workers=1, allow_private=True, cache_folder=cache)
+        crawl = WebSource([url], options)
         stack.push_async_callback(crawl.aclose)
         await crawl.start(lambda line: None)
         source = CountingSource(crawl)

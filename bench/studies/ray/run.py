@@ -32,15 +32,15 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag import AnswerChunk, BackendError, Prompt, SamplingParams, VllmBackend
+from streamrag.backends.ray.backend import RayReplicas
 from streamrag.backends.ray.cluster import Cluster
-from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.deployment import ENGINES, engines
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.replicas.replica_chooser import ReplicaCandidate, ReplicaChooser
 from streamrag.backends.replicas.replica_streams import ReplicaStreams
 from streamrag.backends.replicas.wire import Delta, Open, Opened, WireEvent
 from streamrag.routing import Opening, ReplicaState, make_router
-from streamrag.routing.basic_routers import RoundRobin
+from streamrag.routing.router import RoundRobin
 from streamrag.support import clock
 from streamrag.support.files import write_atomic
 from streamrag.support.versions import installed_versions

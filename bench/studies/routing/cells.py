@@ -10,8 +10,8 @@ from typing import Any
 
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.routing import Router
-from streamrag.routing.basic_routers import ConsistentHash, RoundRobin
 from streamrag.routing.prefix_index import PrefixIndex
+from streamrag.routing.router import ConsistentHash, RoundRobin
 from streamrag.routing.soonest import OPEN_TOKENS, Soonest
 from studies.folders import ROOT
 

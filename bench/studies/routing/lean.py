@@ -17,7 +17,7 @@ from streamrag.core import common_prefix_len
 from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.routing import Report
 from streamrag.routing.prefix_index import PrefixIndex
-from streamrag.routing.speed import QUERY_TOKENS, Speed
+from streamrag.routing.soonest import QUERY_TOKENS, Speed
 
 from .loads import BLOCK
 

@@ -3,8 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from streamrag.routing.basic_routers import BasicRouter
-from streamrag.routing.router import Opening, ReplicaState
+from streamrag.routing.router import BasicRouter, Opening, ReplicaState
 
 
 class ShortestQueue(BasicRouter):

@@ -8,7 +8,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.stream import SimulatedStream
-from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
+from streamrag.backends.vllm.scheduler.host_memory.costs import parts_of
 from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.routing import Report
 

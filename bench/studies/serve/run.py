@@ -92,9 +92,8 @@ async def run_service(kind: str, model: str, num_places: int) -> int:
         max_queued_tokens=10**9,
         deadline_s=900,
         idle_s=900,
-        max_connections=num_places + 1000,
         drain_s=1,
-    )
+    ).model_copy(update={"max_connections": num_places + 1000})
     source = ScriptedSource(steps)
     service = Service(backend, source, limits=limits, model_name=kind, overlap=True)
 
@@ -134,7 +133,8 @@ async def run_service(kind: str, model: str, num_places: int) -> int:
     sock = listen("127.0.0.1", 0)
     await service.start(lambda line: print(line, file=sys.stderr))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    app = create_app(service, more_routes=routes)
+    app = create_app(service)
+    app._app.router.routes.extend(routes)  # type: ignore[attr-defined]
     return await serve(app, service, sock, on_ready=lambda: print(json.dumps(url), flush=True))
 
 
