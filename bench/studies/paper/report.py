@@ -20,9 +20,9 @@ from .sections import (
     beat,
     copying,
     hints,
-    included,
     invalidated,
     payers,
+    planning_cost,
     pressure,
     seeds,
     throughput,
@@ -32,7 +32,20 @@ from .sections.section import Report
 from .standing import floor_of, seconds_of
 from .ways import OURS_BUDGET, PROFILE
 
-MODULES = (beat, seeds, hints, payers, ablations, ttft, pressure, throughput, invalidated, arrivals, copying, included)
+MODULES = (
+    beat,
+    seeds,
+    hints,
+    payers,
+    ablations,
+    ttft,
+    pressure,
+    throughput,
+    invalidated,
+    arrivals,
+    copying,
+    planning_cost,
+)
 SECTIONS = tuple(module.SECTION for module in MODULES)
 
 HEAD = """# The paper's evaluation, simulated, and what beats it

@@ -25,7 +25,7 @@ from ..ways import (
     with_other_budget,
     with_our_budget,
 )
-from .included import planning
+from .planning_cost import planning
 from .section import Report, Section
 
 PUBLISHED_BUDGET = (NOT_STREAMING, *PAPER_WAYS)

@@ -1,39 +1,15 @@
-"""Figures that other studies have measured, if their results are there."""
+"""What planning a step costs: figures that another study has measured, if its results are there."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from streamrag_bench.report.html import figure_text
 
 from ..markdown import table, yes_no
 from ..published import SORT_P99_US, SORT_US
 from .section import Report, Section, nothing
-
-MOST_ROWS = 40
-
-
-class Included(NamedTuple):
-    """A study beside this one: its results, with rows of figures in "results", and its pictures."""
-
-    name: str
-    title: str
-    how: str
-    beside: Callable[[Mapping[str, Any]], str] = lambda values: ""
-    """Given the results, what is published beside them."""
-
-
-def k_lpm_published(values: Mapping[str, Any]) -> str:
-    """What figure 2 of its paper found, and with how many prompts."""
-    num_prompts = values.get("shape", {}).get("num_prompts")
-    return (
-        "Published (figure 2, a picture without figures in the text): over a wide range of rates k = 2 has a lower P99 "
-        "than FCFS, which is k = 1, and than LPM, which is k = ∞. That was on 2,000 prompts of a benchmark, SGLang and "
-        "eight A100"
-        + (f"; here it is {num_prompts:,} made ones" if num_prompts else "")
-        + ", so that a P99 is fewer requests and queues have less time to grow.\n"
-    )
 
 
 def sorting(rows: Sequence[Mapping[str, Any]], num_requests: int, name: str) -> tuple[float, float] | None:
@@ -65,12 +41,6 @@ def sorting_published(values: Mapping[str, Any]) -> str:
     return f"{text}.\n" if few else f"{text}\n"
 
 
-INCLUDED = (
-    Included("k_lpm", "k-LPM: P99 TTFT by rate of arrivals (arXiv 2502.04677)", "make -C bench k-lpm", k_lpm_published),
-    Included(
-        "step_cost", "What planning a step costs with 50 and 500 requests", "make -C bench step-cost", sorting_published
-    ),
-)
 WHY_PLANNING_MISSED = {
     "k_lpm": "it asks the prefix cache for every waiting prompt in every step, and sorts by age and by prefix anew",
     "above high water": "what each session's data need is worked out, to tell those that must wait from those that fit",
@@ -79,33 +49,22 @@ WHY_PLANNING_MISSED = {
 
 
 def write(report: Report) -> str:
-    folder = report.pictures.report.parent.parent
-    return "\n".join(part for each in INCLUDED for part in _parts(each, folder))
-
-
-def _parts(of: Included, folder: Path) -> Iterator[str]:
-    yield f"### {of.title}\n"
-    values = results_of(of.name, folder)
+    values = results_of(report.pictures.report.parent.parent)
     if not values:
-        yield f"*Not measured yet: `{of.how}` writes it.*\n"
-        return
-    written = f"From [its results](../{of.name}/results.json), which `{values.get('command', of.how)}` writes. "
-    yield (written + of.beside(values)).rstrip() + "\n"
-    for picture in sorted((folder / of.name).glob("*.png")):
-        yield f"![{of.title}](../{of.name}/{picture.name})\n"
-    yield "".join(f"{' ' * (len(line) - len(line.lstrip()))}- {line.lstrip()}\n" for line in values.get("verdicts", ()))
-    yield rows_table(values.get("results"))
+        return "*Not measured yet: `make -C bench step-cost` writes it.*\n"
+    written = "From [its study](../step_cost/results.json), which `make -C bench step-cost` writes. "
+    return f"{written}{sorting_published(values)}\n{rows_table(values['results'])}"
 
 
-def results_of(name: str, folder: Path) -> Mapping[str, Any]:
-    """Nothing if the study was not run."""
-    path = folder / name / "results.json"
+def results_of(folder: Path) -> Mapping[str, Any]:
+    """Return the results of the study of steps; nothing if it was not run."""
+    path = folder / "step_cost" / "results.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def planning(folder: Path) -> str:
     """Whether planning a step is quick enough, in a sentence."""
-    measured = results_of("step_cost", folder)
+    measured = results_of(folder)
     rows = measured.get("results", ())
     if not rows:
         return "Planning a step, at most 100 and 500 us more with 50 and 500 requests than stock: not measured.\n"
@@ -126,14 +85,7 @@ def _missed(row: Mapping[str, Any]) -> str:
     return ", ".join(names) + (f" ({row['more_us']:,.0f} us: {why})" if why else f" ({row['more_us']:,.0f} us)")
 
 
-def rows_table(rows: Any) -> str:
-    """A list of few objects with the same keys as a table; nothing of anything else."""
-    if (
-        not isinstance(rows, list)
-        or not all(isinstance(row, Mapping) for row in rows)
-        or not 0 < len(rows) <= MOST_ROWS
-    ):
-        return ""
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
     names = [name for name, value in rows[0].items() if isinstance(value, str | int | float | None)]
     return table(names, ([_text(row.get(name)) for name in names] for row in rows))
 
@@ -146,4 +98,4 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else figure_text(value)
 
 
-SECTION = Section("included", "From other studies", nothing, write)
+SECTION = Section("planning-cost", "What planning a step costs with 50 and 500 requests", nothing, write)
