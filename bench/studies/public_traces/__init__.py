@@ -1,1 +1,1 @@
-"""Public traces of other systems, read as they are and written as traces of streamrag."""
+"""The statistics of the public benchmark, from public traces of other systems."""

@@ -7,22 +7,22 @@ The traces are the user's copies of RAGPulse (flashserve/RAGPulse), Mooncake (kv
 """
 
 import argparse
+import csv
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamrag.support.files import write_atomic
 from streamrag.trace.read import read_trace
-from streamrag.trace.values import Trace, chunks_of
+from streamrag.trace.values import Trace
 from streamrag_bench import public
 from streamrag_bench.summary import percentile
 from streamrag_bench.trace.generate import generate
 from streamrag_bench.trace.statistics import describe
 from studies.folders import TRACES
-
-from .production import read_azure_llm, read_mooncake
 
 OUTPUT = Path(public.__file__).with_name("statistics.json")
 RANKS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
@@ -80,16 +80,42 @@ def read_lines(path: Path) -> Iterable[Any]:
     return map(json.loads, filter(str.strip, path.read_text().splitlines()))
 
 
-def of_production(trace: Trace) -> dict[str, Any]:
-    """Return the tables of a trace of prompts without parts: all of a prompt counts as retrieved."""
-    prompts = [sum(c.num_tokens for e in query.events for c in chunks_of(e)) for query in trace.queries]
+class Request(NamedTuple):
+    """A request to a model in production: when it came, and how long its prompt and its answer were."""
+
+    at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+def mooncake_requests(path: Path) -> list[Request]:
+    """Read the JSON Lines of Mooncake, FAST'25 release."""
+    return [Request(line["timestamp"] / 1e3, line["input_length"], line["output_length"]) for line in read_lines(path)]
+
+
+def azure_requests(path: Path) -> list[Request]:
+    """Read a CSV file of AzureLLMInferenceDataset2023 or 2024."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file, strict=True))
+    times = [
+        datetime.fromisoformat(row["TIMESTAMP"].strip()) for row in rows
+    ]  # of 2023 without a zone, of 2024 with one
+    seconds = [(at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() for at in times]
+    return [
+        Request(at_s - min(seconds), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        for at_s, row in zip(seconds, rows, strict=True)
+    ]
+
+
+def of_production(requests: Sequence[Request]) -> dict[str, Any]:
+    """Return the tables of prompts without parts: all of a prompt counts as retrieved."""
     return {
-        "num_requests": len(trace.queries),
+        "num_requests": len(requests),
         "system_tokens": [0] * len(RANKS),
         "history_tokens": [0] * len(RANKS),
-        "retrieved_tokens": table((num for num in prompts if num), 0),
-        "answer_tokens": table((query.num_output_tokens or 0 for query in trace.queries), 0),
-        "arrival_gaps": table(arrival_gaps([query.arrival_s for query in trace.queries]), 4),
+        "retrieved_tokens": table((r.num_prompt_tokens for r in requests if r.num_prompt_tokens), 0),
+        "answer_tokens": table((r.num_output_tokens for r in requests), 0),
+        "arrival_gaps": table(arrival_gaps([r.at_s for r in requests]), 4),
     }
 
 
@@ -125,8 +151,8 @@ def main() -> None:
         "ranks": RANKS,
         "lengths": {
             "ragpulse": of_ragpulse(arguments.ragpulse),
-            "mooncake": of_production(read_mooncake(arguments.mooncake)),
-            "azure": of_production(read_azure_llm(arguments.azure)),
+            "mooncake": of_production(mooncake_requests(arguments.mooncake)),
+            "azure": of_production(azure_requests(arguments.azure)),
         },
         "retrieval": {
             "crawl": of_retrieval(generate("crawler")),
