@@ -24,8 +24,6 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "floor": {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1.1},
     "published: not streaming": {"color": "#000000", "linestyle": "", "marker": "x", "markersize": 6},
     "published: FCFS": {"color": "#0072b2", "linestyle": "", "marker": "x", "markersize": 6},
-    "recompute": {"color": "#d9762b"},
-    "copy out and back": {"color": "#2f6690"},
 }
 OTHERS = ("#56b4e9", "#8c564b", "#17324d", "#9acd32")
 MAX_POINTS = 300
@@ -116,23 +114,17 @@ def draw_lines(
     y_label: str,
     *,
     num_columns: int = 3,
-    x_log: bool = False,
     y_log: bool = True,
-    shares_y: bool = False,
 ) -> Any:
-    """Lines over a rate, say. With `shares_y`, all panels have the same axis upwards."""
+    """Lines over a rate, say."""
     figure, axes = make_panels(len(panels), 2.9, num_columns=num_columns)
     for place, (axis, (title, lines)) in enumerate(zip(axes, panels, strict=True)):
         axis.set_title(title, loc="left", fontsize=9)
         for name, (x, y) in lines.items():
             if any(map(math.isfinite, y)):
                 axis.plot(x, y, **{"marker": "o", "markersize": 3, **style(name)})
-        if x_log:
-            axis.set_xscale("log")
-            axis.xaxis.set_major_formatter(formatter(lambda value: f"{value:,g}"))
-        else:
-            axis.set_xticks(sorted({value for line in lines.values() for value in line.x}))
-            axis.xaxis.set_major_formatter(formatter(lambda value: f"{value:g}"))
+        axis.set_xticks(sorted({value for line in lines.values() for value in line.x}))
+        axis.xaxis.set_major_formatter(formatter(lambda value: f"{value:g}"))
         if y_log:
             axis.set_yscale("log")
         else:
@@ -141,36 +133,9 @@ def draw_lines(
         axis.set_xlabel(x_label)
         if place % num_columns == 0:
             axis.set_ylabel(y_label)
-    lowest, highest = (pick(pick(axis.get_ylim()) for axis in axes) for pick in (min, max))
-    for axis in axes:
-        if shares_y:
-            axis.set_ylim(lowest, highest)
         if y_log:
             plain_log_ticks(axis.yaxis)
     _legend(figure, [name for panel in panels for name in panel.lines])
-    return figure
-
-
-def draw_histograms(panels: Sequence[tuple[str, str, Sequence[float], bool]]) -> Any:
-    """Of each panel: title, label of the axis, values, and whether they are counts; what is none is logarithmic."""
-    figure, axes = make_panels(len(panels), 2.8, num_columns=2)
-    for axis, (title, label, values, is_count) in zip(axes, panels, strict=True):
-        axis.set_title(title, loc="left", fontsize=9)
-        shares = [1 / len(values)] * len(values)
-        if is_count:
-            bins = [n - 0.5 for n in range(int(min(values)), int(max(values)) + 2)]
-            axis.hist(values, bins=bins, weights=shares, color="#56b4e9", rwidth=0.85)
-            axis.xaxis.get_major_locator().set_params(integer=True)
-        else:
-            low, high = math.log10(max(min(values), 0.1)), math.log10(max(values))
-            bins = [10 ** (low + (high - low) * i / 50) for i in range(51)]
-            axis.hist(values, bins=bins, weights=shares, color="#56b4e9")
-            axis.set_xscale("log")
-            axis.xaxis.set_major_formatter(formatter(lambda value: f"{value:,g}"))
-        axis.yaxis.set_major_formatter(formatter(lambda y: f"{100 * y:g} %"))
-        axis.set_xlabel(label)
-        axis.set_ylabel("share")
-        axis.grid(axis="y", color=GRID, linewidth=0.7)
     return figure
 
 

@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 
 from bench.tests.made import made_result
-from streamrag.engine.costs.profile_files import load_profile
 from streamrag_bench.report.comparison import Pool
 from streamrag_bench.store import CellStore
 from streamrag_bench.summary import digest, percentile
 from studies.paper import effects, report, ways
 from studies.paper.pictures import Pictures
-from studies.paper.plan import FULL, SHORT, make_plan
-from studies.paper.points import BEATEN, LIGHT, LOADED, OVERLOAD, TWICE_FULL, more_of
+from studies.paper.plan import SHORT, make_plan
+from studies.paper.points import BEATEN, HELD_OUT, LIGHT, LOADED, OVERLOAD, TWICE_FULL, more_of
 from studies.paper.results import Results, read
 from studies.paper.run import plan_of, scaled
-from studies.paper.sections import ablations, beat, copying
+from studies.paper.sections import ablations, beat
 from studies.paper.sections.beat import standing
 from studies.paper.sections.section import Report
 from studies.paper.standing import RANKS
@@ -112,7 +111,7 @@ def test_a_report_says_which_cells_are_not_simulated_yet(small: Report) -> None:
 
 def test_a_point_counts_when_all_of_its_seeds_are_there(tmp_path: Path) -> None:
     plan, store = (
-        make_plan(scaled(FULL, 25, 2), [(LOADED[0], ways.OURS), (LOADED[0], ways.FCFS)]),
+        make_plan(scaled(SHORT, 25, 2), [(HELD_OUT[0], ways.OURS), (HELD_OUT[0], ways.FCFS)]),
         CellStore(tmp_path),
     )
     first, second = plan.values()
@@ -120,8 +119,8 @@ def test_a_point_counts_when_all_of_its_seeds_are_there(tmp_path: Path) -> None:
     for cell in (*first, second[0]):
         store.write(made_result(cell))
     found = read(plan, store)
-    assert found.pool(LOADED[0], ways.FCFS) is None
-    pool = found.pool(LOADED[0], ways.OURS)
+    assert found.pool(HELD_OUT[0], ways.FCFS) is None
+    pool = found.pool(HELD_OUT[0], ways.OURS)
     assert pool
     assert pool.seeds == tuple(cell.seed for cell in first)
 
@@ -148,9 +147,3 @@ def test_lcas_comes_close_behind_if_it_is_neither_much_slower_nor_much_faster(sm
         return found.shows
 
     assert [shows(factor) for factor in (0.7, 0.95, 1.05, 1.2, 1.3)] == [False, True, True, True, False]
-
-
-def test_copying_out_and_back_takes_both_ways() -> None:
-    profile = load_profile(copying.DEVICES["A40"])
-    assert profile.copies
-    assert copying.copy_s(profile.copies, 1_024, 16) == profile.copies.out_s(64) + profile.copies.in_s(64)
