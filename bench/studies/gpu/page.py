@@ -92,22 +92,6 @@ def _profile(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _copies(values: Mapping[str, Any]) -> list[str]:
-    rows = (
-        (
-            kind,
-            f"{of['ratio']:.3f}",
-            f"{of['ratio_p10']:.2f} to {of['ratio_p90']:.2f}",
-            f"{1e3 * of['step_s']:.2f}",
-            f"{of['blocks_per_step']:.0f}",
-            f"{of['share_of_time_copying']:.0%}",
-        )
-        for kind, of in values["results"].items()
-    )
-    head = ("steps that", "with copies, without = 1", "P10 to P90", "ms without", "blocks a step", "copying")
-    return _table(head, rows)
-
-
 def _loads(values: Mapping[str, Any]) -> list[str]:
     head = ("load", "arm", "queries")
     times = {"ttft_after_retrieval_s": "after retrieval", "ttft_s": "after the question"}
@@ -140,6 +124,5 @@ SECTIONS: dict[str, tuple[str, Callable[[Mapping[str, Any]], list[str]]]] = {
     "bfloat16": ("Exactness in bfloat16", _exact),
     "invariant": ("Exactness with batch-invariant kernels", _exact),
     "profile": ("Recomputing and copying", _profile),
-    "copies": ("Copies beside steps", _copies),
 }
 """The title and the writer of each part's section."""
