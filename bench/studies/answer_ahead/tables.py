@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from streamrag.support.files import write_atomic
 from studies.folders import DOCS
-from studies.page_tables import table, with_tables
+from studies.markdown_tables import table, with_tables
 
 RESULTS = Path(__file__).parent
 PAGE = DOCS / "answer-ahead.md"

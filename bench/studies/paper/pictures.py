@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamrag.support.files import write_atomic
-from streamrag_bench.report.canvas import formatter, make_panels, plain_log_ticks
+from streamrag_bench.report.canvas import add_ccdf, formatter, make_panels, plain_log_ticks
 
 GREY, GRID = "#8a8a8a", "#e3e3e3"
 # After Okabe and Ito, for any colour vision.
@@ -25,10 +25,9 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "published: not streaming": {"color": "#000000", "linestyle": "", "marker": "x", "markersize": 6},
     "published: FCFS": {"color": "#0072b2", "linestyle": "", "marker": "x", "markersize": 6},
 }
-OTHERS = ("#56b4e9", "#8c564b", "#17324d", "#9acd32")
-MAX_POINTS = 300
 MIN_S = 1e-3
 """Shorter times are drawn here: a logarithmic axis has no zero."""
+OTHERS = ("#56b4e9", "#8c564b", "#17324d", "#9acd32")
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def draw_ccdfs(panels: Sequence[Curves], label: str, *, num_columns: int = 4, le
         axis.set_title(title, loc="left", fontsize=9)
         num = max((len(of) for of in values.values()), default=1)
         for name, of in values.items():
-            _ccdf(axis, of, least, **style(name))
+            add_ccdf(axis, of, least, **style(name))
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_ylim(max(0.7 / max(num, 1), 1e-4), 1.2)
@@ -181,17 +180,6 @@ def draw_pairs(panels: Sequence[Pairs], x_label: str, y_label: str) -> Any:
             axis.set_ylabel(y_label)
         axis.grid(color=GRID, linewidth=0.7)
     return figure
-
-
-def _ccdf(axis: Any, values: Sequence[float], least: float, **drawn: Any) -> None:
-    ordered = sorted(max(value, least) for value in values)
-    num = len(ordered)
-    if not num:
-        return
-    # Ranks from the top, evenly on the logarithmic axis: every single request of the tail, few of the body.
-    steps = {round(num ** (i / MAX_POINTS)) for i in range(MAX_POINTS + 1)}
-    ranks = sorted((min(step, num) for step in steps), reverse=True)
-    axis.plot([ordered[num - rank] for rank in ranks], [rank / num for rank in ranks], **drawn)
 
 
 def _legend(figure: Any, names: Sequence[str]) -> None:

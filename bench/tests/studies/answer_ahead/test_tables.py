@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from studies.answer_ahead.tables import PAGE, measured_table, page_tables
-from studies.page_tables import table, with_tables
+from studies.markdown_tables import table, with_tables
 
 
 def test_the_table_of_the_page_is_that_of_the_results() -> None:

@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 
 from streamrag.backends.vllm.scheduler_options import EngineOptions
-from streamrag.cli.output import Output
-from streamrag_bench.runner import CellFinished, CellProgressed
 from streamrag_bench.store import CellStore
 from studies.paper import report, ways
-from studies.paper.plan import HELD_OUT_SEEDS, SHORT, expected_s, in_order, make_plan, total_s
-from studies.paper.points import BEATEN, HALF_KV, HELD_OUT, LIGHT, LOADED, TWICE_FULL, Point, demand
-from studies.paper.progress import Progress
+from studies.paper.plan import HELD_OUT_SEEDS, SHORT, in_order, total_s
+from studies.paper.points import BEATEN, HALF_KV, HELD_OUT, LOADED, TWICE_FULL, Point, demand
 from studies.paper.run import plan_of
 
 
@@ -83,18 +80,3 @@ def test_held_out_points_use_held_out_seeds() -> None:
 
 def test_the_evaluation_takes_less_than_forty_minutes_on_two_cores() -> None:
     assert total_s(in_order(plan_of(SHORT, ()))) < 2 * 40 * 60 * 0.9
-
-
-def test_the_time_left_follows_the_work_that_is_done_and_not_the_number_of_cells() -> None:
-    cells = in_order(make_plan(SHORT, [(TWICE_FULL[0], ways.FCFS), (LIGHT[0], ways.FCFS)]))
-    now_s = [100.0]
-    progress = Progress(cells, 2, Output(quiet=True), clock=lambda: now_s[0])
-    with progress:
-        assert progress.left_s == pytest.approx(total_s(cells) / 2)
-        now_s[0] += 50.0
-        progress.show(CellProgressed(cells[0], 1, 2))
-        done_s = expected_s(cells[0]) / 2
-        assert progress.left_s == pytest.approx(50.0 * (total_s(cells) - done_s) / done_s)
-        for cell in cells:
-            progress.show(CellFinished(cell))
-        assert progress.left_s == pytest.approx(0.0)

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, the first column to the left."""
-    lines = [list(head), ["---", *(["---:"] * (len(head) - 1))], *map(list, rows)]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
+    """Return a Markdown table, the first columns to the left, the others to the right."""
+    rule = ["---" if column < num_left else "---:" for column in range(len(head))]
+    lines = [head, rule, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
