@@ -1,6 +1,6 @@
 """Make the statistics of the public benchmark: quantile tables of public traces and of retrieval.
 
-    python -m studies.public_traces.benchmark_statistics --ragpulse FOLDER --mooncake FILE --azure FILE
+    python -m studies.public_benchmark.load_statistics --ragpulse FOLDER --mooncake FILE --azure FILE
 
 The traces are the user's copies of RAGPulse (flashserve/RAGPulse), Mooncake (kvcache-ai/Mooncake) and Azure
 (Azure/AzurePublicDataset). Only their quantiles are written, to bench/streamrag_bench/public/statistics.json.

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from studies.public_traces.benchmark_statistics import RANKS, arrival_gaps, main, table
+from studies.public_benchmark.load_statistics import RANKS, arrival_gaps, main, table
 
 
 def write_lines(path: Path, *values: object) -> None:
@@ -40,7 +39,7 @@ def test_the_tables_are_made_of_the_users_copies(tmp_path: Path, monkeypatch: py
     output = tmp_path / "statistics.json"
     paths = {"ragpulse": tmp_path, "mooncake": tmp_path / "m.jsonl", "azure": tmp_path / "a.csv", "output": output}
     options = [word for name, path in paths.items() for word in (f"--{name}", str(path))]
-    monkeypatch.setattr(sys, "argv", ["benchmark_statistics", *options])
+    monkeypatch.setattr(sys, "argv", ["load_statistics", *options])
     main()
     made = json.loads(output.read_text())
     assert made["ranks"] == list(RANKS)

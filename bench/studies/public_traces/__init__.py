@@ -1,1 +1,0 @@
-"""The statistics of the public benchmark, from public traces of other systems."""
