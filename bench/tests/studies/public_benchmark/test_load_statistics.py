@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from studies.public_benchmark.load_statistics import RANKS, arrival_gaps, main, table
 
 
