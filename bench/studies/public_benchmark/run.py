@@ -25,10 +25,10 @@ from .tables import main as write_tables
 MODEL_NAME = "SmolLM2-135M"
 ENGINES = ("server", "vllm", "vllm-sessions", "streamrag")
 SIMULATED = ENGINES[1:]
-CONTEXT = 4_000
 LIMITS = ["--max-num-batched-tokens", "2048", "--max-num-seqs", "256"]
-SMALL = ["--qps", "0.15", "--queries", "32", "--warm-up", "2", "--max-context-tokens", str(CONTEXT)]
-"""A load for two cores, which keeps them busy for about half of the time."""
+SMALL = ["--lengths", "azure", "--max-context-tokens", "2500", "--output-tokens", "16"]
+SMALL += ["--qps", "0.16", "--queries", "24", "--warm-up", "2"]
+"""A load that two cores can bear, and short enough for four engines."""
 LARGE = ["--qps", "8", "--seeds", "1,2,3"]
 
 
