@@ -58,12 +58,7 @@ REQUEST = "streamrag.backends.vllm.scheduler.request"
 TRACKER, TRACKER_TEST = "streamrag.routing.replica_tracker", "tests/routing/test_replica_tracker.py"
 INDEX, INDEX_TEST = "streamrag.routing.prefix_index", "tests/routing/test_prefix_index.py"
 SOONEST = "streamrag.routing.soonest"
-COMPARED_TEST = "bench/tests/studies/routing/test_routers.py"
-AFFINITY, SIMPLE, ROUTERS_TEST = (
-    "studies.routing.prefix_affinity",
-    "streamrag.routing.router",
-    "tests/routing/test_routers.py",
-)
+SIMPLE, ROUTERS_TEST = "streamrag.routing.router", "tests/routing/test_routers.py"
 CLASSES, RULES = "streamrag.engine.urgency_classes", "streamrag.engine.rules."
 WALK, VICTIMS = "streamrag.engine.walk", "streamrag.engine.victims"
 ADMISSION = "streamrag.backends.vllm.scheduler.kv.eviction"
@@ -1138,10 +1133,6 @@ MUTANTS = (
     Mutant("all are equally fast", SOONEST, "cost / (replica.tokens_per_s or usual)", "cost", 0, ROUTERS_TEST),
     Mutant("what is found costs as well", SOONEST, " - found.get(replica.id, 0)", "", 0, ROUTERS_TEST),
     Mutant("prompts do not grow", SOONEST, " + self.growth()", "", 0, ROUTERS_TEST),
-    Mutant("affinity heeds no queue", AFFINITY, " > self._imbalance:", " > 1e9:", 0, COMPARED_TEST),
-    Mutant(
-        "little is enough for affinity", AFFINITY, "best >= self._least_match * num_tokens", "True", 0, COMPARED_TEST
-    ),
     Mutant("sessions are not told apart", SIMPLE, "_mixed(key ^ _number(name))", "_number(name)", 0, ROUTERS_TEST),
 )
 
