@@ -334,7 +334,9 @@ def print_results(
     if not measured:
         return
     console.rule("[bold]results", align="left")
-    console.print("Median seconds of pairs with the same retrieval, and how many times as fast streaming is:")
+    console.print(
+        "Median seconds to the first token, of pairs with the same retrieval, and how many times as fast streaming is:"
+    )
     console.print(make_table(measured, FIRST_TOKEN))
     remedy = f"run .venv/bin/python examples/demo.py --minutes {2 * arguments.minutes:g}"
     if unclear := why_unclear(measured, others_share, FIRST_TOKEN, remedy):

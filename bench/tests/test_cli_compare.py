@@ -4,11 +4,12 @@ import argparse
 import json
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from streamrag import Append, Chunk, ConfigurationError, ReplaySource, SourceError
+from streamrag import Append, Chunk, ConfigurationError, SourceError
 from streamrag.cli import program
 from streamrag.sources.index.index_folder import PASSAGES, passage_line
 from streamrag.testing import ScriptedBackend, ScriptedSource, Step
@@ -49,7 +50,7 @@ def test_a_comparison_prints_a_verdict(
 ) -> None:
     assert run([questions, *MODEL]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "one at a time: first token, from the question" in shown
+    assert "streaming without ratio 95% interval first token, from the" in shown
     assert "Verdict, one at a time: it is unclear whether streaming is faster here" in shown
     assert "in 1 of 1 pairs, and the answer in 1 of those" in shown
     assert "measure longer with --minutes 0.0002" in shown
@@ -103,16 +104,40 @@ def arguments(**given: object) -> argparse.Namespace:
     return argparse.Namespace(**{"questions": None, "index": None, "trace": None, "concurrency": 1, **given})
 
 
-def test_a_trace_has_questions_of_its_own(tmp_path: Path) -> None:
-    chunk = TracedAppend(0.0, TracedChunk("a", 2, "Paper jams."))
-    queries = [TracedQuery(str(number), 0.0, text, (chunk,), 0.1) for number, text in enumerate(("b?", "a?", "b?"))]
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """A trace with a failed retrieval, and with two recordings of a question that found different passages."""
+    texts = {"1": "Paper jams.", "2": "Damp paper jams.", "3": "Call IT.", "4": "Nothing."}
+    chunks = [TracedAppend(0.0, TracedChunk(text, 3, text)) for text in texts.values()]
+    asked = zip(texts, ("b?", "a?", "b?", "c?"), chunks, strict=True)
+    queries = [TracedQuery(number, 0.0, text, (chunk,), 0.01) for number, text, chunk in asked]
+    failed = replace(queries.pop(), outcome="failed", error="it is down")
     path = tmp_path / "trace.jsonl"
-    write_trace(Trace(tuple(queries)), path)
-    assert compare.find_questions(arguments(trace=str(path))) == ["b?", "a?"]
-    parser = program.Parser()
-    compare.add_arguments(parser)
-    given = parser.parse_args(["--trace", str(path), "--model", "m"])
-    assert isinstance(compare.make_source(given), ReplaySource)
+    write_trace(Trace((*queries, failed)), path)
+    return str(path)
+
+
+def test_a_trace_has_questions_of_its_own_whose_retrieval_is_the_same_both_ways(
+    trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.find_questions(arguments(trace=trace)) == ["b?", "a?"]
+    monkeypatch.setattr(compare, "make_backend", lambda arguments: ScriptedBackend("Damp"))
+    assert run(["--trace", trace, "--model", "m", "--minutes", "0.0001", "--concurrency", "2"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the context was the same both ways in 1 of 1 pairs" in shown
+    assert "the context was the same both ways in 2 of 2 pairs" in shown
+
+
+def test_a_trace_without_a_complete_retrieval_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(Trace((TracedQuery("1", 0.0, "a?", (), 0.1, outcome="failed", error="down"),)), path)
+    with pytest.raises(ConfigurationError, match="has no complete retrieval"):
+        compare.find_questions(arguments(trace=str(path)))
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(questions: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--html /nowhere/page\.html: there is no such folder"):
+        run([questions, *MODEL, "--html", "/nowhere/page.html"])
 
 
 def test_an_index_gives_ten_questions_about_its_titles_evenly_chosen(tmp_path: Path) -> None:

@@ -3,24 +3,27 @@
 import argparse
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from streamrag import Pipeline, SamplingParams
+from streamrag import Pipeline, ReplaySource, SamplingParams
 from streamrag.cli.model_options import add_model_arguments, make_backend
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.progress import StepLines, bar, shown_starting
 from streamrag.cli.record import questions_in
 from streamrag.cli.source_options import add_source_arguments, make_source
+from streamrag.core import Source
 from streamrag.display_text import one_line
 from streamrag.errors import ConfigurationError
 from streamrag.query.options import QueryOptions
 from streamrag.sources.index.index_folder import PASSAGES, check_index, read_passages
 from streamrag.support.files import write_atomic
 from streamrag.trace.read import read_trace
+from streamrag.trace.values import Trace, TracedQuery
 from streamrag_bench.compare.others_load import OthersLoad
 from streamrag_bench.compare.pairs import MEASURES, ComparedGroup, ask_at_once, ask_rounds
 from streamrag_bench.compare.report import as_json, make_page, make_table, sentences_of
@@ -90,6 +93,8 @@ def _minutes(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare with a progress bar on stderr, and print what is known at the end, after Ctrl-C or after an error."""
+    if arguments.html is not None and not arguments.html.absolute().parent.is_dir():
+        raise ConfigurationError(f"--html {arguments.html}: there is no such folder; make it, or name another one")
     questions = find_questions(arguments)
     loads = [1] if arguments.concurrency == 1 else [1, arguments.concurrency]
     groups = [ComparedGroup("one at a time" if num == 1 else f"{num} at once") for num in loads]
@@ -112,7 +117,7 @@ def find_questions(arguments: argparse.Namespace) -> list[str]:
     if arguments.questions is not None:
         questions = questions_in(arguments.questions)
     elif arguments.trace is not None:
-        questions = list(dict.fromkeys(query.text for query in read_trace(arguments.trace).queries))
+        questions = [query.text for query in replayed_trace(arguments.trace).queries]
     elif arguments.index is not None:
         questions = questions_about(Path(arguments.index).absolute())
     else:
@@ -122,6 +127,25 @@ def find_questions(arguments: argparse.Namespace) -> list[str]:
             f"there are {len(questions)} questions, and --concurrency {arguments.concurrency} needs as many: give more"
         )
     return questions
+
+
+def replayed_trace(path: str) -> Trace:
+    """Return the first complete recording of each question, so that both ways have the same retrieval.
+
+    :raises ConfigurationError: no retrieval is complete.
+    """
+    trace, first = read_trace(path), dict[str, TracedQuery]()
+    for query in trace.queries:
+        if query.outcome == "complete":
+            first.setdefault(query.text, query)
+    if not first:
+        raise ConfigurationError(f"{path} has no complete retrieval: record one with `streamrag record`")
+    return replace(trace, queries=tuple(first.values()))
+
+
+def _source(arguments: argparse.Namespace) -> Source:
+    """Return the source that the options name, not started."""
+    return make_source(arguments) if arguments.trace is None else ReplaySource(replayed_trace(arguments.trace))
 
 
 def questions_about(index: Path) -> list[str]:
@@ -141,7 +165,7 @@ async def _measure(arguments: argparse.Namespace, questions: Sequence[str], grou
     with shown_starting(progress) as show:
         at_once = max(groups)
         pipeline = Pipeline(
-            make_source(arguments), make_backend(arguments), on_progress=show, max_concurrent_queries=at_once
+            _source(arguments), make_backend(arguments), on_progress=show, max_concurrent_queries=at_once
         )
         await pipeline.start()
         try:

@@ -1,11 +1,13 @@
 """The report of a comparison: a table and sentences, as text, JSON or one HTML page."""
 
+import math
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any
 
 from rich.table import Table
 
-from streamrag_bench.compare.interval import CONFIDENCE
+from streamrag_bench.compare.interval import CONFIDENCE, Interval
 from streamrag_bench.compare.pairs import ARMS, FIRST_TOKEN, MEASURES, AskedPair, ComparedGroup
 from streamrag_bench.compare.picture import QueryRow, draw_queries
 from streamrag_bench.compare.words import verdict
@@ -13,7 +15,7 @@ from streamrag_bench.provenance import versions
 from streamrag_bench.report.canvas import as_svg
 from streamrag_bench.report.html import Cell, HtmlTable, render
 
-COLUMNS = ("", *ARMS, "ratio", f"{CONFIDENCE:.0%} interval", "")
+COLUMNS = ("streaming", "without", "ratio", f"{CONFIDENCE:.0%} interval", "")
 
 
 def table_rows(group: ComparedGroup, names: Sequence[str] = tuple(MEASURES)) -> list[tuple[str, ...]]:
@@ -28,11 +30,13 @@ def table_rows(group: ComparedGroup, names: Sequence[str] = tuple(MEASURES)) -> 
 
 
 def make_table(groups: Sequence[ComparedGroup], names: Sequence[str] = tuple(MEASURES)) -> Table:
-    """Return a table of the groups for a terminal."""
-    table = Table(*COLUMNS, box=None, pad_edge=False)
+    """Return a table of the groups for a terminal. The heading has the words that all names begin with."""
+    common = commonprefix(names)
+    table = Table(common.rstrip(", "), *COLUMNS, box=None, pad_edge=False)
     for group in groups:
         for name, *figures in table_rows(group, names):
-            table.add_row(f"{group.name}: {name}", *figures)
+            label = name.removeprefix(common)
+            table.add_row(f"{group.name}, {label}" if len(groups) > 1 else label, *figures)
     return table
 
 
@@ -47,9 +51,7 @@ def as_json(groups: Sequence[ComparedGroup], others_share: float, sentences: Seq
             {
                 "name": group.name,
                 "num_rounds": len(group.rounds),
-                "intervals": {
-                    name: {**group.interval(name)._asdict(), "word": group.interval(name).word} for name in MEASURES
-                },
+                "intervals": {name: _interval_json(group.interval(name)) for name in MEASURES},
                 "pairs": [pair.rows() for pair in group.pairs],
             }
             for group in groups
@@ -57,12 +59,18 @@ def as_json(groups: Sequence[ComparedGroup], others_share: float, sentences: Seq
     }
 
 
+def _interval_json(found: Interval) -> dict[str, Any]:
+    """Return the interval and its word; null for the ends of the interval of one round, which has none."""
+    ends = {name: value if 0 < value < math.inf else None for name, value in found._asdict().items()}
+    return {**ends, "word": found.word}
+
+
 def make_page(groups: Sequence[ComparedGroup], sentences: Sequence[str]) -> str:
     """Return the page as HTML, with a picture of the pair in the middle of each group."""
     tables = [
         (
             group.name,
-            HtmlTable(COLUMNS, [[Cell(text, is_number=bool(n)) for n, text in enumerate(row)] for row in rows]),
+            HtmlTable(("", *COLUMNS), [[Cell(text, is_number=bool(n)) for n, text in enumerate(row)] for row in rows]),
         )
         for group in groups
         if (rows := table_rows(group))

@@ -115,7 +115,8 @@ def test_the_page_has_the_verdict_the_figures_and_a_picture() -> None:
 
 def test_the_json_has_the_times_of_each_pair() -> None:
     (group,) = as_json([group_of(FASTER)], 0.1, ["Verdict."])["groups"]
-    assert group["intervals"]["first token, after retrieval"]["word"] == "unclear"
+    found = group["intervals"]["first token, after retrieval"]
+    assert found == {"low": None, "middle": pytest.approx(5.0), "high": None, "word": "unclear"}
     assert [[row["arm"], row["ttft_s"], row["chunks_s"]] for row in group["pairs"][0]] == [
         ["streaming", 1.2, [0.5]],
         ["not streaming", 2.0, [0.5]],
