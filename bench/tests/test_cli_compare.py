@@ -16,7 +16,7 @@ from streamrag.testing import ScriptedBackend, ScriptedSource, Step
 from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write_trace
 from streamrag_bench.cli import compare
 
-MODEL = ["--url", "http://127.0.0.1:1", "--model", "m", "--minutes", "0.0001"]
+MODEL = ["--url", "http://127.0.0.1:1", "--model", "m", "--minutes", "1e-9"]
 
 
 def run(command: list[str]) -> int:
@@ -53,7 +53,7 @@ def test_a_comparison_prints_a_verdict(
     assert "streaming without ratio 95% interval first token, from the" in shown
     assert "Verdict, one at a time: it is unclear whether streaming is faster here" in shown
     assert "in 1 of 1 pairs, and the answer in 1 of those" in shown
-    assert "measure longer with --minutes 0.0002" in shown
+    assert "measure longer with --minutes 2e-09" in shown
     assert source.queries == ["Why does the printer jam?"] * 3, "the first one does not count"
 
 
@@ -122,7 +122,7 @@ def test_a_trace_has_questions_of_its_own_whose_retrieval_is_the_same_both_ways(
 ) -> None:
     assert compare.find_questions(arguments(trace=trace)) == ["b?", "a?"]
     monkeypatch.setattr(compare, "make_backend", lambda arguments: ScriptedBackend("Damp"))
-    assert run(["--trace", trace, "--model", "m", "--minutes", "0.0001", "--concurrency", "2"]) == 0
+    assert run(["--trace", trace, "--model", "m", "--minutes", "1e-9", "--concurrency", "2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "the context was the same both ways in 1 of 1 pairs" in shown
     assert "the context was the same both ways in 2 of 2 pairs" in shown

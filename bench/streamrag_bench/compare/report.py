@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from os.path import commonprefix
 from typing import Any
 
 from rich.table import Table
@@ -30,8 +29,8 @@ def table_rows(group: ComparedGroup, names: Sequence[str] = tuple(MEASURES)) -> 
 
 
 def make_table(groups: Sequence[ComparedGroup], names: Sequence[str] = tuple(MEASURES)) -> Table:
-    """Return a table of the groups for a terminal. The heading has the words that all names begin with."""
-    common = commonprefix(names)
+    """Return a table of the groups for a terminal."""
+    common = "first token, " if names == FIRST_TOKEN else ""  # stands in the heading then
     table = Table(common.rstrip(", "), *COLUMNS, box=None, pad_edge=False)
     for group in groups:
         for name, *figures in table_rows(group, names):
