@@ -31,6 +31,7 @@ from streamrag import (
     HybridSource,
     Pipeline,
     PromptTemplate,
+    QueryOptions,
     ReplaySource,
     SamplingParams,
     Source,
@@ -47,7 +48,6 @@ from streamrag.demo.demo_folder import (
     TEMPLATE,
     prepare_demo,
 )
-from streamrag.query.options import QueryOptions
 from streamrag.telemetry import (
     Answer,
     Answered,

@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from streamrag import Pipeline, VllmBackend
-from streamrag.query.options import QueryOptions
+from streamrag import Pipeline, QueryOptions, VllmBackend
 from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, DraftChanged, QueryEvent
 from streamrag_bench.compare.pairs import AskedPair
 

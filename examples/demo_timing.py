@@ -11,8 +11,8 @@ from streamrag.trace import Trace, TracedAppend, TracedQuery, stretched
 from streamrag_bench.trace.generate import crawler, with_hints
 
 CRAWL = (
-    "Pages append to the context. They were fetched before, and arrive as in real crawls: at times drawn from those of "
-    "the 4,322 that Stream2LLM recorded (arXiv 2604.16395), which took 8.7 s in the median."
+    "Pages append to the context. They were fetched before, and arrive as in real crawls: at times drawn from the "
+    "published statistics of 4,322 crawls (Stream2LLM, arXiv 2604.16395), which took 8.7 s in the median."
 )
 SEARCH_S = 0.76
 SEARCH = (

@@ -15,6 +15,7 @@ from streamrag.support.clock import Clock, monotonic
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.telemetry import Answer, Answered, ChunkArrived, QueryEvent, Timings
 from streamrag_bench.compare.interval import Interval, interval
+from streamrag_bench.compare.picture import prefill_spans
 
 MIN_ROUNDS = 5
 Measure: TypeAlias = Callable[[Timings], float]
@@ -32,7 +33,7 @@ ARMS = ("streaming", "not streaming")
 
 @dataclass(frozen=True, slots=True)
 class AskedPair:
-    """One question asked both ways."""
+    """A question that was asked both ways."""
 
     question: str
     streaming: list[QueryEvent]
@@ -69,6 +70,7 @@ class AskedPair:
                 "arm": arm,
                 **asdict(answer.timings),
                 "chunks_s": [event.at_s for event in events if isinstance(event, ChunkArrived)],
+                "prefill_s": prefill_spans(events),
                 "num_prompt_tokens": answer.num_prompt_tokens,
                 "num_invalidated": answer.num_invalidated,
                 "text": answer.text,
@@ -85,7 +87,7 @@ AskedRound: TypeAlias = tuple[AskedPair, ...]
 
 @dataclass(frozen=True, slots=True)
 class ComparedGroup:
-    """What was measured of one source under one load, in rounds that are appended while it is measured."""
+    """A group of pairs: of one source under one load, in rounds that are appended while they are measured."""
 
     name: str
     rounds: list[AskedRound] = field(default_factory=list)

@@ -19,7 +19,7 @@ RETRIEVAL, PREFILL, DECODE, DRAFT = "#8fb8de", "#f4a259", "#5b8e7d", "#d3d3d3"
 
 @dataclass(frozen=True, slots=True)
 class QueryRow:
-    """One row of a timeline: a label, and the events of a query that ran to its end."""
+    """A row of a timeline: a label, and the events of a query that ran to its end."""
 
     label: str
     events: Sequence[QueryEvent]

@@ -148,7 +148,7 @@ async def test_questions_are_asked_at_once() -> None:
     assert backend.num_resets == 4
 
 
-async def test_one_question_is_never_asked_twice_at_once() -> None:
+async def test_a_question_is_never_asked_twice_at_once() -> None:
     with pytest.raises(ConfigurationError, match="4 questions are to be asked at once, and there are 3"):
         await asked(ScriptedEngine(), num_at_once=4)
 
