@@ -115,7 +115,7 @@ def find_questions(arguments: argparse.Namespace) -> list[str]:
     if arguments.index is not None:
         check_index(Path(arguments.index).absolute())  # before vLLM is imported, which takes up to a minute
     if arguments.questions is not None:
-        questions = questions_in(arguments.questions)
+        questions = list(dict.fromkeys(questions_in(arguments.questions)))
     elif arguments.trace is not None:
         questions = [query.text for query in replayed_trace(arguments.trace).queries]
     elif arguments.index is not None:
@@ -124,7 +124,8 @@ def find_questions(arguments: argparse.Namespace) -> list[str]:
         raise ConfigurationError("there are no questions: name a file with one per line; only an index has titles")
     if len(questions) < arguments.concurrency:
         raise ConfigurationError(
-            f"there are {len(questions)} questions, and --concurrency {arguments.concurrency} needs as many: give more"
+            f"there are {len(questions)} different questions, and --concurrency {arguments.concurrency} asks more at once: "
+            "give more questions"
         )
     return questions
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-from streamrag import ConfigurationError, Pipeline
+from streamrag import Pipeline
 from streamrag.query.options import QueryOptions
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.tasks import cancel_and_wait
@@ -111,10 +111,9 @@ class ComparedGroup:
 
     def medians(self, measure: Measure) -> tuple[float, float]:
         """Return the median with streaming, and the one without."""
-        streaming, waiting = zip(*(pair.answers for pair in self.pairs), strict=True)
-        return statistics.median(measure(a.timings) for a in streaming), statistics.median(
-            measure(a.timings) for a in waiting
-        )
+        times = [[measure(answer.timings) for answer in pair.answers] for pair in self.pairs]
+        streaming, waiting = map(statistics.median, zip(*times, strict=True))
+        return streaming, waiting
 
 
 def ignore(event: QueryEvent) -> None:
@@ -168,7 +167,7 @@ async def _uncached(pipeline: Pipeline, options: QueryOptions) -> QueryOptions:
     reset = getattr(pipeline.backend, "reset_prefix_cache", None)
     if reset is not None and await reset():
         return options
-    system = options.get("system") or pipeline.template.system
+    system = options.get("system") or options.get("template", pipeline.template).system
     return {**options, "system": f"Trial {random.randrange(10**8, 10**9)}. {system}"}
 
 
@@ -189,14 +188,8 @@ async def ask_rounds(
     Ends after `most_rounds`, or when the intervals are narrow. No round begins after `most_s`.
 
     on_event: called with each event of streaming in the first round.
-
-    :raises ConfigurationError: there are fewer questions than are to be asked at once.
     """
-    if num_at_once > len(questions):
-        raise ConfigurationError(
-            f"{num_at_once} questions are to be asked at once, and there are {len(questions)}: give more, because a "
-            "question that is asked twice at once finds its own prompt in the prefix cache"
-        )
+    assert num_at_once <= len(set(questions)), "a question that is asked twice at once finds its prompt in the cache"
     endless, end_s = itertools.cycle(questions), clock() + most_s
     while True:
         together = list(itertools.islice(endless, num_at_once))

@@ -10,7 +10,7 @@ import pytest
 from asked_pairs import events, group_of
 from scipy import stats  # type: ignore[import-untyped]
 
-from streamrag import Append, Chunk, ConfigurationError, Pipeline, Prompt, SamplingParams
+from streamrag import Append, Chunk, Pipeline, Prompt, SamplingParams
 from streamrag.core import BackendEvent
 from streamrag.errors import BackendError
 from streamrag.telemetry import Timings
@@ -146,11 +146,6 @@ async def test_questions_are_asked_at_once() -> None:
         [QUESTIONS[2], QUESTIONS[0]],
     ]
     assert backend.num_resets == 4
-
-
-async def test_a_question_is_never_asked_twice_at_once() -> None:
-    with pytest.raises(ConfigurationError, match="4 questions are to be asked at once, and there are 3"):
-        await asked(ScriptedEngine(), num_at_once=4)
 
 
 async def test_an_error_leaves_no_other_question_running() -> None:
