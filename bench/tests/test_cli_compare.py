@@ -171,7 +171,7 @@ def test_missing_questions_are_refused(given: dict[str, object], message: str) -
 def test_questions_at_once_must_be_different_ones(questions: str) -> None:
     with Path(questions).open("a") as file:
         file.write("Who approves travel?\n")
-    with pytest.raises(ConfigurationError, match="there are 2 different questions, and --concurrency 3 asks more"):
+    with pytest.raises(ConfigurationError, match="there are only 2 different questions, fewer than --concurrency 3"):
         compare.find_questions(arguments(questions=questions, concurrency=3))
 
 

@@ -124,8 +124,8 @@ def find_questions(arguments: argparse.Namespace) -> list[str]:
         raise ConfigurationError("there are no questions: name a file with one per line; only an index has titles")
     if len(questions) < arguments.concurrency:
         raise ConfigurationError(
-            f"there are {len(questions)} different questions, and --concurrency {arguments.concurrency} asks more at once: "
-            "give more questions"
+            f"there are only {len(questions)} different questions, fewer than --concurrency {arguments.concurrency}: "
+            "give more"
         )
     return questions
 
