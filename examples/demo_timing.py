@@ -24,29 +24,22 @@ NUM_DRAWN = 1000
 
 
 def as_on_the_web(trace: Trace) -> Trace:
-    """The trace with the times of real crawls of about as many pages, from short ones to long ones."""
-    drawn = crawler(NUM_DRAWN).queries
+    """The trace with the times of real crawls, from short ones to long ones, half of which take 8.7 s or more."""
+    drawn = sorted(crawler(NUM_DRAWN).queries, key=lambda query: query.end_s)
     num = len(trace.queries)
-    return with_hints(
-        replace(trace, queries=tuple(_timed(query, drawn, (i + 0.5) / num) for i, query in enumerate(trace.queries))),
-        "estimated",
-    )
+    queries = [_timed(query, drawn[(2 * i + 1) * NUM_DRAWN // (2 * num)]) for i, query in enumerate(trace.queries)]
+    return with_hints(replace(trace, queries=tuple(queries)), "estimated")
 
 
-def _timed(query: TracedQuery, drawn: tuple[TracedQuery, ...], rank: float) -> TracedQuery:
-    """The query with the times of the crawl that has this rank among those with about as many pages."""
+def _timed(query: TracedQuery, crawl: TracedQuery) -> TracedQuery:
+    """The query with the times of a crawl, over which the pages that were of no use are spread as well."""
     appends = [event for event in query.events if isinstance(event, TracedAppend)]
-    pages = list(dict.fromkeys(event.chunk.uri for event in appends))
-    num = min(max(len(pages), 1), max(len(each.events) for each in drawn))
-    alike = sorted((each for each in drawn if len(each.events) == num), key=lambda each: each.end_s)
-    crawl = alike[int(rank * len(alike))]
-    times = {uri: crawl.events[min(i, num - 1)].at_s for i, uri in enumerate(pages)}
-    return replace(
-        query,
-        events=tuple(sorted((replace(e, at_s=times[e.chunk.uri]) for e in appends), key=lambda e: e.at_s)),
-        end_s=crawl.end_s,
-        skipped=(),
-    )
+    arrivals = {event.chunk.uri: event.at_s for event in reversed(appends)}
+    places = sorted([*arrivals.values(), *(skip.at_s for skip in query.skipped)])
+    times = [event.at_s for event in crawl.events]
+    at_s = {uri: times[places.index(s) * len(times) // len(places)] for uri, s in arrivals.items()}
+    events = sorted((replace(e, at_s=at_s[e.chunk.uri]) for e in appends), key=lambda e: e.at_s)
+    return replace(query, events=tuple(events), end_s=crawl.end_s, skipped=())
 
 
 def as_with_a_hosted_reranker(trace: Trace) -> Trace:
