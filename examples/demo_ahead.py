@@ -62,7 +62,8 @@ async def ask_ahead(
     """Ask the question of a pair again with an empty prefix cache, and with an answer ahead of retrieval's end."""
     await backend.reset_prefix_cache()
     ahead = []
-    async for event in pipeline.events(without.question, **options, overlap=True, answer_ahead=True):
+    drafting: QueryOptions = {**options, "overlap": True, "answer_ahead": True}
+    async for event in pipeline.events(without.question, **drafting):
         ahead.append(event)
         on_event(event)
     return AheadPair(ahead, without.streaming)

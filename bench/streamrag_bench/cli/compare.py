@@ -184,7 +184,7 @@ async def _measure(arguments: argparse.Namespace, questions: Sequence[str], grou
                 task = bars.add_task(group.name, total=most_s)
                 rounds = ask_rounds(pipeline, questions, options, group, num_at_once=num_at_once, most_s=most_s)
                 async for _ in rounds:
-                    count = f"{len(group.rounds)} rounds of pairs"
+                    count = f"round {len(group.rounds)}"
                     bars.update(task, description=f"{group.name}, {count}", completed=bars.tasks[task].elapsed or 0)
                     lines.show(group.name, count)
     finally:

@@ -19,7 +19,7 @@ COLUMNS = ("streaming", "without", "ratio", f"{CONFIDENCE:.0%} interval", "")
 
 def table_rows(group: ComparedGroup, names: Sequence[str] = tuple(MEASURES)) -> list[tuple[str, ...]]:
     """Return a row for each measure: its name, both medians in seconds, the ratio, the interval, the word for it."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in names:
         low, middle, high = found = group.interval(name)
         streaming, waiting = (f"{seconds:.2f}" for seconds in group.medians(MEASURES[name]))
