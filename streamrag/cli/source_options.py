@@ -27,13 +27,16 @@ CRAWL_FLAGS: Sequence[tuple[str, str, Mapping[str, Any]]] = (
 """Flags of a crawl, and the settings that they set, whose defaults and meanings are those of `CrawlOptions`."""
 
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a crawl and of a search; exactly one of a page, an index and a table must be given."""
+def add_source_arguments(parser: argparse.ArgumentParser, *, takes_trace: bool = False) -> None:
+    """Add the options of a crawl and of a search; exactly one of a page, an index, a table and, if the command takes
+    one, a trace must be given."""
     add = parser.add_argument_group("where to look (one of)").add_mutually_exclusive_group(required=True).add_argument
     about = "crawl from this page; may be given more than once"
     add("--url", dest="urls", action="append", metavar="URL", help=about)
     add("--index", metavar="FOLDER", help="search an index made by `streamrag index build`")
     add("--postgres", type=SecretStr, metavar="DSN", help=f"search a table with pgvector: {DSN_HELP}")
+    if takes_trace:
+        add("--trace", metavar="FILE", help="replay a recording of `streamrag record`")
     crawling = parser.add_argument_group("crawling")
     for flag, name, more in CRAWL_FLAGS:
         field = SourceSettings.model_fields[name]

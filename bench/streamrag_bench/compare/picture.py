@@ -2,11 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from streamrag.telemetry import (
     Answered,
@@ -23,16 +19,17 @@ RETRIEVAL, PREFILL, DECODE, DRAFT = "#8fb8de", "#f4a259", "#5b8e7d", "#d3d3d3"
 
 @dataclass(frozen=True, slots=True)
 class QueryRow:
-    """One row of a timeline: a label, and the events of a query that ran to its end."""
+    """A row of a timeline: a label, and the events of a query that ran to its end."""
 
     label: str
     events: Sequence[QueryEvent]
 
 
 def prefill_spans(events: Sequence[QueryEvent]) -> list[tuple[float, float]]:
-    """When the backend had prompt tokens to prefill, as (start, end) in seconds from the query.
+    """Return when the backend had prompt tokens to prefill, as (start, end) in seconds from the query.
 
-    From each prompt that went to it until it reported progress on it, or until the first token of the answer.
+    A span begins with a prompt that went to the backend, and ends when the backend reports progress on it, or with the
+    first token of the answer.
     """
     spans: list[tuple[float, float]] = []
     start_s: float | None = None
@@ -45,13 +42,14 @@ def prefill_spans(events: Sequence[QueryEvent]) -> list[tuple[float, float]]:
     return spans
 
 
-def draw_timeline(path: Path, groups: Sequence[tuple[str, Sequence[QueryRow]]], *, title: str) -> None:
-    """Write a picture with one row a query: retrieval with its chunks, prefill, decode, drafts; one panel a group.
+def draw_queries(groups: Sequence[tuple[str, Sequence[QueryRow]]], *, title: str) -> Any:
+    """Return a matplotlib figure with one row a query: retrieval with its chunks, prefill, decode, drafts; one panel a
+    group."""
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.patches import Patch
 
-    Its format is what the suffix of `path` says.
-    """
     heights = [len(rows) for _, rows in groups]
-    figure = Figure(figsize=(11, 1.6 + 0.34 * sum(heights) + 0.75 * len(groups)), layout="constrained", dpi=120)
+    figure = Canvas(figsize=(11, 1.6 + 0.34 * sum(heights) + 0.75 * len(groups)), layout="constrained", dpi=120)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     for panel, (name, rows) in zip(panels[:, 0], groups, strict=True):
@@ -74,7 +72,7 @@ def draw_timeline(path: Path, groups: Sequence[tuple[str, Sequence[QueryRow]]], 
         *([Patch(color=DRAFT, label="provisional answer (a tick for each change)")] if has_drafts else []),
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False, fontsize=9)
-    figure.savefig(path)
+    return figure
 
 
 def _draw_row(panel: Any, y: int, row: QueryRow) -> None:
