@@ -8,7 +8,7 @@ from functools import partial
 
 from streamrag.serve.failures import NotAdmittedError
 from streamrag.serve.limits import Limits
-from streamrag.telemetry import ContextChanged, PrefillProgressed, QueryEvent, TokensGenerated
+from streamrag.telemetry import ContextChanged, ContextComplete, PrefillProgressed, QueryEvent, TokensGenerated
 
 MINUTE_S = 60.0
 
@@ -72,18 +72,28 @@ class Reservation:
 
     def follow(self, event: QueryEvent) -> None:
         """Update the claim's queued tokens from an event. Charge the client for a new prompt's unshared tokens, for the
-        first prompt less all tokens that were expected; this charge may be negative."""
+        first prompt with passages less all tokens that were expected; this charge may be negative."""
         match event:
             case ContextChanged():
-                self._charge(event.num_tokens - event.num_shared - self._num_expected)
-                self._num_expected = 0
-                self._num_prompt = self.num_context_tokens = event.num_tokens
+                self._num_expected -= event.num_tokens - event.num_shared
+                if event.num_chunks or self._num_expected < 0:  # the expected passages follow their head
+                    self._settle()
+                self._num_prompt = event.num_tokens + self._num_expected
+                self.num_context_tokens = event.num_tokens
                 self._num_computed = min(self._num_computed, event.num_shared)
+            case ContextComplete():
+                self._settle()
+                self._num_prompt = event.num_tokens
             case PrefillProgressed():
                 self._num_computed = event.num_tokens
             case TokensGenerated():
                 self._num_computed = self._num_prompt
                 self._num_answer -= len(event.token_ids)
+
+    def _settle(self) -> None:
+        """Charge what the prompts had beyond the expected tokens, or give back what they lacked."""
+        self._charge(-self._num_expected)
+        self._num_expected = 0
 
 
 class Admission:
