@@ -308,7 +308,8 @@ def print_table(groups: dict[str, Group]) -> None:
         )
         same = [pair for pair in pairs if len({answer.citations for answer in pair.answers}) == 1]
         num_equal = sum(len({answer.token_ids for answer in pair.answers}) == 1 for pair in same)
-        num_updates = [sum(isinstance(event, ContextChanged) for event in pair.streaming) - 1 for pair in pairs]
+        contexts = [[e for e in pair.streaming if isinstance(e, ContextChanged) and e.chunks] for pair in pairs]
+        num_updates = [len(changed) - 1 for changed in contexts]
         num_tokens = statistics.median(pair.answers[0].num_prompt_tokens for pair in pairs)
         num_invalidated = sum(pair.answers[0].num_invalidated for pair in pairs)
         console.print(

@@ -79,7 +79,7 @@ def test_own_source() -> None:
         "[1] T-101: The printer jams on thick paper.",
         "[2] T-103: A new printer.",
     ]
-    assert sum("known already" in line for line in lines) == 3
+    assert sum("known already" in line for line in lines) == 4
 
 
 def test_the_examples_of_voice_frameworks_are_tested_where_these_are_installed() -> None:

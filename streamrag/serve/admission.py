@@ -62,7 +62,8 @@ class Reservation:
         self._num_expected = num_prompt_tokens
         self._charge = charge
         self.num_context_tokens = 0
-        """Tokens of the newest prompt, for queries whose context grows; 0 for retrieval and sessions."""
+        """Tokens of the newest prompt, for queries whose context grows; 0 before the first passage, for retrieval and
+        for sessions."""
         charge(num_prompt_tokens)
 
     @property
@@ -71,19 +72,20 @@ class Reservation:
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
     def follow(self, event: QueryEvent) -> None:
-        """Update the claim's queued tokens from an event. Charge the client for a new prompt's unshared tokens, for the
-        first prompt with passages less all tokens that were expected; this charge may be negative."""
+        """Update the claim's queued tokens from an event. Charge the client for a new prompt's unshared tokens, in all
+        less those that were expected. Before a prompt has passages, give none of these back: passages are expected."""
         match event:
             case ContextChanged():
                 self._num_expected -= event.num_tokens - event.num_shared
-                if event.num_chunks or self._num_expected < 0:  # the expected passages follow their head
+                if event.num_chunks:
+                    self.num_context_tokens = event.num_tokens
+                if event.num_chunks or self._num_expected < 0:
                     self._settle()
                 self._num_prompt = event.num_tokens + self._num_expected
-                self.num_context_tokens = event.num_tokens
                 self._num_computed = min(self._num_computed, event.num_shared)
             case ContextComplete():
                 self._settle()
-                self._num_prompt = event.num_tokens
+                self._num_prompt = self.num_context_tokens = event.num_tokens
             case PrefillProgressed():
                 self._num_computed = event.num_tokens
             case TokensGenerated():
