@@ -106,7 +106,7 @@ def test_agent_hand_over() -> None:
     report, _, *prompts = run("agent_hand_over.py").splitlines()
     assert report == "The printer jams on thick paper. Its driver is new."
     *partial, complete = [[int(number) for number in re.findall(r"\d+", line)] for line in prompts]
-    assert len(partial) == 5
+    assert len(partial) == 6, "the head and five parts of the report"
     assert complete[0] == partial[-1][1], "only the question was left to compute"
 
 
