@@ -289,7 +289,7 @@ def test_the_head_of_a_prompt_is_not_held_for_one_that_its_source_replaces(bench
     assert b.scheduler.requests["query"].num_computed_tokens == 128
     b.chunk("query", list(range(800, 900)), kept=400, source_name="search")
     b.step()
-    assert b.scheduler.requests["query"].num_computed_tokens == 128 + 39
+    assert b.scheduler.requests["query"].num_computed_tokens == 128 + 34  # the speed is that of both steps
 
 
 def test_a_source_is_not_known_by_the_head_that_its_first_chunk_follows(bench: Make) -> None:
