@@ -256,7 +256,7 @@ async def measure_simulated() -> list[Row]:
             assert site.engine.scheduler.reset_prefix_cache()
 
         clock = asyncio.get_running_loop().time
-        place = Place("simulated", site.backend, reset, clock, num_passage_tokens=2_000, num_rounds=20, num_learnt=30)
+        place = Place("simulated", site.backend, reset, clock, num_passage_tokens=2_000, num_rounds=10, num_learnt=20)
         return await measure(place, CELLS)
 
 
