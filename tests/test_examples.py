@@ -79,7 +79,7 @@ def test_own_source() -> None:
         "[1] T-101: The printer jams on thick paper.",
         "[2] T-103: A new printer.",
     ]
-    assert sum("known already" in line for line in lines) == 3
+    assert sum("known already" in line for line in lines) == 4
 
 
 def test_the_examples_of_voice_frameworks_are_tested_where_these_are_installed() -> None:
@@ -106,7 +106,7 @@ def test_agent_hand_over() -> None:
     report, _, *prompts = run("agent_hand_over.py").splitlines()
     assert report == "The printer jams on thick paper. Its driver is new."
     *partial, complete = [[int(number) for number in re.findall(r"\d+", line)] for line in prompts]
-    assert len(partial) == 5
+    assert len(partial) == 6, "the head and five parts of the report"
     assert complete[0] == partial[-1][1], "only the question was left to compute"
 
 

@@ -70,7 +70,25 @@ OF_CONNECTORS = "tests/backends/vllm/scheduler/test_third_party_connector.py"
 OF_MAMBA = "tests/backends/vllm/scheduler/test_mamba.py"
 OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"
 
+ESTIMATES, QUERY_PROMPTS = "streamrag.backends.vllm.scheduler.estimates", "streamrag.query.prompts"
+
 MUTANTS = (
+    Mutant(
+        "a source is known by what follows a head",
+        ESTIMATES,
+        "update.num_old > 0 and stream.source_name == update.source_name",
+        "update.num_old > 0",
+        0,  # the fuzz has no sources
+        f"{OF_SCHEDULER}::test_a_source_is_not_known_by_the_head_that_its_first_chunk_follows",
+    ),
+    Mutant(
+        "a head is sent whatever the overlap",
+        QUERY_PROMPTS,
+        'is_head_due = state.overlap.way == "immediate" and self.num_head > 0',
+        "is_head_due = self.num_head > 0",
+        0,  # the fuzz has no queries
+        "tests/query/test_head.py::test_the_head_is_sent_only_if_prefill_is_immediate",
+    ),
     Mutant(
         "drafts decode as answers do",
         STEP,

@@ -495,7 +495,7 @@ async def test_a_stop_waits_for_answers_and_not_for_uncommitted_questions() -> N
         await asked.next("committed")
         await talk.send("open")
         await talk.send("partial", question=QUESTION, is_final=True)
-        await talk.next("chunk_arrived")
+        await talk.next("context_changed")
         stop = asyncio.create_task(served.service.aclose(drain_s=1000))
         error = await talk.next("error")
         assert (error["id"], error["status"]) == ("q", 503)

@@ -143,6 +143,7 @@ class OpenAIBackend:
             breaks_look_alikes=text_tokenizer is not None,
             has_logprobs=False,
             unit=text_tokenizer.unit if text_tokenizer else "tokens",
+            min_head_len=self._block_size,
         )
         kind = "token ids" if self._takes_ids else "text"
         notes = ("" if self._given_tokenizer else NO_TEMPLATE) + (SPACED if text_tokenizer else "")

@@ -173,6 +173,7 @@ class RayBackend:
             is_exact=facts.is_exact,
             breaks_look_alikes=facts.breaks_look_alikes,
             verifies_drafts=facts.verifies_drafts,
+            min_head_len=None,
         )
         self.lane_facts = facts.lane_facts
         self._streams = ReplicaStreams(replicas, self._chooser, max_replays=self._max_replays)
