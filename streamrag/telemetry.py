@@ -36,8 +36,8 @@ __all__ = [
     "RestoreRecord",
     "RetrievalCutShort",
     "RetrievalStarted",
+    "Segment",
     "SourceFailed",
-    "Stretch",
     "Timings",
     "TokenUsage",
     "TokensGenerated",
@@ -228,8 +228,8 @@ class RefreshSkipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Tokens of an answer that were generated from one prompt, up to the next stretch or the end of the answer."""
+class Segment:
+    """Tokens of an answer that were generated from one prompt, up to the next segment or the end of the answer."""
 
     first_token: int
     """Place of its first token in `Answer.token_ids`, from 0. The tokens before it stood behind its prompt."""
@@ -356,8 +356,8 @@ class Answer:
     """The further answers, if `SamplingParams.n` is above 1."""
     prompt_logprobs: Any = None
     """Log-probabilities of the prompt's tokens, as in `AnswerChunk`; None unless they were requested."""
-    stretches: tuple[Stretch, ...] = ()
-    """The stretches of the answer, in order; empty without `refresh`. `citations`, `num_prompt_tokens`, `usage` and
+    segments: tuple[Segment, ...] = ()
+    """The segments of the answer, in order; empty without `refresh`. `citations`, `num_prompt_tokens`, `usage` and
     `record` are those of the last one's prompt."""
 
     @property

@@ -46,7 +46,7 @@ class ContextRefresher(AbstractAsyncContextManager["ContextRefresher"], Protocol
     """Retrieval beside one answer. Leaving the context manager stops a retrieval that is running."""
 
     def add(self, chunk: AnswerChunk) -> AnswerChunk:
-        """Add a chunk to the answer so far; return it, without a usage of one stretch only."""
+        """Add a chunk to the answer so far; return it, without a usage of one segment only."""
 
     async def new_context(self) -> NewContext | None:
         """Begin a retrieval if one is due after the newest chunk. Return new context once it is ready to be used."""

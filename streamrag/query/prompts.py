@@ -110,7 +110,7 @@ class QueryPrompts:
         options = {"is_complete": True, "is_cut_short": state.is_cut_short, "is_ranked": is_ranked}
         step = await self._in_thread(partial(self._assembler.assemble, chunks, **options))
         await self._report_complete(step)
-        state.begin_stretch(self._query.text, step)
+        state.begin_segment(self._query.text, step)
         if self._ahead is not None:
             draft = await self._ahead.finish(step.prompt.token_ids) or draft
         state.num_drafted = len(draft)

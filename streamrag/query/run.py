@@ -184,7 +184,7 @@ class QueryRun:
         assert old is not None
         prompt, included = new.step.prompt.token_ids, new.step.included
         state.num_invalidated += len(old.prompt.token_ids) - new.num_shared
-        state.begin_stretch(new.query, new.step, num_tokens)
+        state.begin_segment(new.query, new.step, num_tokens)
         added, num_recomputed = included[len(old.included) :], new.num_recomputed(num_tokens)
         await state.emit(ContextRefreshed(state.now(), new.query, added, num_tokens, num_recomputed))
         extra = dict(query.params.extra)
@@ -229,7 +229,7 @@ class QueryRun:
             cut_short=state.cut_short,
             submitted_s=state.submitted_s,
             overlap=state.overlap,
-            stretches=state.stretches if self._query.refresh else (),
+            segments=state.segments if self._query.refresh else (),
         )
         return replace(answer, draft=self._draft_use(answer.record, len(answer.token_ids)))
 

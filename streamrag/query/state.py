@@ -10,7 +10,7 @@ from streamrag.modes import AssembledPrompt
 from streamrag.query.answer_stream import Emit
 from streamrag.query.overlap import NEVER
 from streamrag.support.clock import Clock
-from streamrag.telemetry import OverlapChoice, Stretch
+from streamrag.telemetry import OverlapChoice, Segment
 
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
@@ -58,8 +58,8 @@ class QueryState:
     first_complete: AssembledPrompt | None = None
     """The one that the answer began with."""
     num_invalidated: int = 0
-    stretches: tuple[Stretch, ...] = ()
-    """The stretches of the answer so far: one, unless there is retrieval in mid-answer."""
+    segments: tuple[Segment, ...] = ()
+    """The segments of the answer so far: one, unless there is retrieval in mid-answer."""
     num_drafted: int = 0
     """Length of the draft that the complete prompt was sent with."""
     draft_answer: tuple[AnswerChunk, ...] = ()
@@ -74,10 +74,10 @@ class QueryState:
         """Whether retrieval ended early, so that the complete prompt says so."""
         return self.cut_short is not None or self.source_error is not None
 
-    def begin_stretch(self, query: str, step: AssembledPrompt, num_tokens: int = 0) -> None:
+    def begin_segment(self, query: str, step: AssembledPrompt, num_tokens: int = 0) -> None:
         """Make this the complete prompt, from which the answer goes on behind its first `num_tokens` tokens."""
         self.complete, self.first_complete = step, self.first_complete or step
-        self.stretches += (Stretch(num_tokens, query, len(step.included)),)
+        self.segments += (Segment(num_tokens, query, len(step.included)),)
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
         """Return the mode's new context; raise ConfigurationError if it is no tuple or list of chunks."""

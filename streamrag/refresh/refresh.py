@@ -173,7 +173,7 @@ class StrideRefresher:
         self._text_to_find = ""  # of the newest retrieval
         self._preparing: asyncio.Task[NewContext | str] | None = None
         self._begun_s = state.now()  # time of the newest request
-        self._first: tuple[int, float] | None = None  # number of tokens at the stretch's first chunk, and its time
+        self._first: tuple[int, float] | None = None  # number of tokens at the segment's first chunk, and its time
 
     async def __aenter__(self) -> Self:
         return self
@@ -183,7 +183,7 @@ class StrideRefresher:
             await cancel_and_wait([self._preparing])
 
     def add(self, chunk: AnswerChunk) -> AnswerChunk:
-        """Add a chunk to the answer so far, and learn from its time; return it, without a usage of one stretch only."""
+        """Add a chunk to the answer so far, and learn from its time; return it, without a usage of one segment only."""
         now_s = self._state.now()
         if self._first is None:
             if self._token_ids:
@@ -193,7 +193,7 @@ class StrideRefresher:
         self._token_ids += chunk.token_ids
         self._text += chunk.text
         self._is_open = chunk.finish_reason is None and len(self._token_ids) < self._query.params.max_tokens
-        return replace(chunk, usage=None) if len(self._state.stretches) > 1 else chunk
+        return replace(chunk, usage=None) if len(self._state.segments) > 1 else chunk
 
     async def new_context(self) -> NewContext | None:
         """Begin a retrieval if one is due. Report one that found nothing, or return the new context if the text so far
@@ -237,7 +237,7 @@ class StrideRefresher:
         self._preparing = asyncio.create_task(self._prepare(complete, text), name="streamrag refresh")
 
     def _token_s(self) -> float:
-        """Return the mean seconds per token of this stretch; 0 while it has only one chunk."""
+        """Return the mean seconds per token of this segment; 0 while it has only one chunk."""
         num_before, first_s = self._first or (0, 0.0)
         num_tokens = len(self._token_ids) - num_before
         return (self._state.now() - first_s) / num_tokens if num_tokens > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Retrieval in mid-answer: each stretch is exact, what was shown stays, and nothing is left behind."""
+"""Retrieval in mid-answer: each segment is exact, what was shown stays, and nothing is left behind."""
 
 import asyncio
 import hashlib
@@ -97,7 +97,7 @@ class HashingBackend:
 
     @property
     def answering(self) -> list[tuple[Prompt, SamplingParams]]:
-        """The requests of the stretches, without those that only prefill."""
+        """The requests of the segments, without those that only prefill."""
         return [(prompt, params) for prompt, params in self.requests if prompt.request_class != "stream"]
 
 
@@ -143,18 +143,18 @@ def of_kind(events: Sequence[QueryEvent], kind: type) -> list[QueryEvent]:
 
 
 @pytest.mark.parametrize("most", [1, 5])
-async def test_each_stretch_is_the_one_shot_continuation_and_the_text_is_that_of_all_tokens(most: int) -> None:
+async def test_each_segment_is_the_one_shot_continuation_and_the_text_is_that_of_all_tokens(most: int) -> None:
     source, backend = GrowingSource(), HashingBackend(most=most, pause_s=0.01 if most > 1 else PAUSE_S)
     async with Pipeline(source, backend) as pipeline:
         events, answer = await ask(pipeline, often(), max_tokens=120)
-    assert len(answer.stretches) == 5, "the first one, and one for each of max_retrievals=4"
-    ends = [*(each.first_token for each in answer.stretches[1:]), 120]
-    for stretch, end, (prompt, params) in zip(answer.stretches, ends, backend.answering, strict=True):
-        so_far = answer.token_ids[: stretch.first_token]
+    assert len(answer.segments) == 5, "the first one, and one for each of max_retrievals=4"
+    ends = [*(each.first_token for each in answer.segments[1:]), 120]
+    for segment, end, (prompt, params) in zip(answer.segments, ends, backend.answering, strict=True):
+        so_far = answer.token_ids[: segment.first_token]
         assert prompt.token_ids[len(prompt.token_ids) - len(so_far) :] == so_far, "what was shown stays"
-        new = backend.continuation(prompt.token_ids, 120)[: end - stretch.first_token]
-        assert answer.token_ids[stretch.first_token : end] == tuple(new)
-        assert params.max_tokens == 120 - stretch.first_token
+        new = backend.continuation(prompt.token_ids, 120)[: end - segment.first_token]
+        assert answer.token_ids[segment.first_token : end] == tuple(new)
+        assert params.max_tokens == 120 - segment.first_token
     assert (len(answer.token_ids), answer.finish_reason) == (120, "length")
     assert (
         answer.text
@@ -177,19 +177,19 @@ async def test_prompts_keep_earlier_passages_with_their_numbers_and_are_prefille
     assert third.startswith(second.split("Question:")[0] + "[3]")
     assert [citation.uri for citation in answer.citations] == ["0.md", "1.md", "2.md"]
     assert [citation.number for citation in answer.citations] == [1, 2, 3]
-    assert [stretch.num_passages for stretch in answer.stretches] == [1, 2, 3]
+    assert [segment.num_passages for segment in answer.segments] == [1, 2, 3]
     prefilled = [prompt.token_ids for prompt, params in backend.requests if prompt.request_class == "stream"]
     assert [bytes(each).decode() for each in prefilled] == [text.split("Question:")[0] for text in (second, third)]
     refreshed = of_kind(events, ContextRefreshed)
-    for event, stretch, (prompt, _), shared in zip(
-        refreshed, answer.stretches[1:], backend.answering[1:], (first, second), strict=True
+    for event, segment, (prompt, _), shared in zip(
+        refreshed, answer.segments[1:], backend.answering[1:], (first, second), strict=True
     ):
         assert isinstance(event, ContextRefreshed)
-        assert (event.query, event.num_answer_tokens) == (stretch.query, stretch.first_token)
-        assert [chunk.uri for chunk in event.chunks] == [f"{stretch.num_passages - 1}.md"]
+        assert (event.query, event.num_answer_tokens) == (segment.query, segment.first_token)
+        assert [chunk.uri for chunk in event.chunks] == [f"{segment.num_passages - 1}.md"]
         num_shared = len(shared.split("Question:")[0].encode())
         assert event.num_recomputed == len(prompt.token_ids) - num_shared
-    assert answer.num_prompt_tokens == len(backend.answering[-1][0].token_ids) - answer.stretches[-1].first_token
+    assert answer.num_prompt_tokens == len(backend.answering[-1][0].token_ids) - answer.segments[-1].first_token
 
 
 async def test_the_query_is_the_latest_text_or_what_a_function_makes_of_it() -> None:
@@ -197,7 +197,7 @@ async def test_the_query_is_the_latest_text_or_what_a_function_makes_of_it() -> 
     async with Pipeline(source, HashingBackend()) as pipeline:
         _, answer = await ask(pipeline, often(every_tokens=8, max_retrievals=1))
         assert source.queries[0] == QUESTION
-        assert source.queries[1] == answer.stretches[1].query
+        assert source.queries[1] == answer.segments[1].query
         assert source.queries[1] in answer.text
         told = list[tuple[str, str]]()
 
@@ -276,9 +276,9 @@ async def test_new_context_that_costs_more_than_the_rest_of_the_answer_is_not_us
         assert isinstance(skipped, RefreshSkipped)
         assert "and the rest of the answer perhaps" in skipped.reason
         assert len(backend.requests) == 1
-        assert len(answer.stretches) == 1
+        assert len(answer.segments) == 1
         _, plain = await ask(pipeline, None)
-    assert plain.stretches == ()
+    assert plain.segments == ()
 
 
 async def test_new_context_is_used_while_the_speed_of_the_answer_is_unknown() -> None:
@@ -287,7 +287,7 @@ async def test_new_context_is_used_while_the_speed_of_the_answer_is_unknown() ->
     async with Pipeline(GrowingSource(retrieval_s=0), HashingBackend(most=5, pause_s=0.05)) as pipeline:
         events, answer = await ask(pipeline, refresh, max_tokens=20)
     assert of_kind(events, RefreshSkipped) == []
-    assert len(answer.stretches) == 2
+    assert len(answer.segments) == 2
 
 
 class LaterSource:
@@ -342,14 +342,14 @@ async def test_known_or_too_large_passages_do_not_refresh_the_answer() -> None:
     (skipped,) = of_kind(events, RefreshSkipped)
     assert isinstance(skipped, RefreshSkipped)
     assert "max_context_tokens=50" in skipped.reason
-    assert len(answer.stretches) == len(answer.citations) == 1
+    assert len(answer.segments) == len(answer.citations) == 1
 
 
 async def test_passages_that_do_not_fit_beside_others_are_left_out_and_the_model_s_length_holds() -> None:
     source, backend = GrowingSource(num_chars=900), HashingBackend()
     async with Pipeline(source, backend) as pipeline:
         _, answer = await ask(pipeline, often(), max_tokens=200, reserve_fraction=0)
-    assert answer.stretches[-1].num_passages == len(answer.citations) > 1
+    assert answer.segments[-1].num_passages == len(answer.citations) > 1
     assert all(len(prompt.token_ids) + params.max_tokens <= 4_000 for prompt, params in backend.answering)
 
 
@@ -392,14 +392,14 @@ async def test_an_answer_without_context_gets_passages_in_place_of_the_note_and_
         assert ("cut short" in first) == ("cut short" in second) == (on_error == "answer")
 
 
-async def test_min_tokens_and_the_answer_s_end_count_over_all_stretches() -> None:
+async def test_min_tokens_and_the_answer_s_end_count_over_all_segments() -> None:
     backend = HashingBackend()
     async with Pipeline(GrowingSource(), backend) as pipeline:
         params = SamplingParams(max_tokens=60, extra={"min_tokens": 20, "logprobs": 1})
         _, answer = await ask(pipeline, often(every_tokens=12, max_retrievals=3), params=params)
-    for stretch, (_, params) in zip(answer.stretches, backend.answering, strict=True):
-        assert params.extra == {"min_tokens": max(20 - stretch.first_token, 0), "logprobs": 1}
-    assert len(answer.stretches) > 2
+    for segment, (_, params) in zip(answer.segments, backend.answering, strict=True):
+        assert params.extra == {"min_tokens": max(20 - segment.first_token, 0), "logprobs": 1}
+    assert len(answer.segments) > 2
 
 
 class LateEnd(HashingBackend):
@@ -506,5 +506,5 @@ async def test_a_question_that_is_still_being_asked_may_have_it_too() -> None:
         await anyio.sleep(0.05)
         answer = question.commit(QUESTION)
         assert "".join([chunk.text async for chunk in answer]) == answer.result.text
-    assert len(answer.result.stretches) > 1
+    assert len(answer.result.segments) > 1
     assert source.num_streams == backend.num_requests == 0

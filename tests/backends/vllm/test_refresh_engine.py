@@ -1,4 +1,4 @@
-"""Retrieval in mid-answer on a real vLLM engine: each stretch is what a fresh request continues its prompt with."""
+"""Retrieval in mid-answer on a real vLLM engine: each segment is what a fresh request continues its prompt with."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -83,7 +83,7 @@ async def fresh(pipeline: Pipeline, prompt: tuple[int, ...], num_tokens: int) ->
     return tuple(token for event in events if isinstance(event, AnswerChunk) for token in event.token_ids)
 
 
-async def test_each_stretch_is_the_one_shot_continuation_of_its_prompt(
+async def test_each_segment_is_the_one_shot_continuation_of_its_prompt(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -91,16 +91,16 @@ async def test_each_stretch_is_the_one_shot_continuation_of_its_prompt(
         refresh = Refresh(every_tokens=20, max_cost=100.0)
         stream = pipeline.events(QUESTION, refresh=refresh, params=PARAMS)
         events = [event async for event in stream]
-    answer, stretches = stream.result, stream.result.stretches
-    assert len(stretches) > 2
+    answer, segments = stream.result, stream.result.segments
+    assert len(segments) > 2
     assert (len(answer.token_ids), answer.finish_reason) == (160, "length")
     answering = [prompt.token_ids for prompt in seen.prompts if prompt.request_class == "pool"]
-    ends = [*(each.first_token for each in stretches[1:]), 160]
+    ends = [*(each.first_token for each in segments[1:]), 160]
     await idle(pipeline)
-    for stretch, end, prompt in zip(stretches, ends, answering, strict=True):
-        so_far = answer.token_ids[: stretch.first_token]
+    for segment, end, prompt in zip(segments, ends, answering, strict=True):
+        so_far = answer.token_ids[: segment.first_token]
         assert prompt[len(prompt) - len(so_far) :] == so_far
-        new = answer.token_ids[stretch.first_token : end]
+        new = answer.token_ids[segment.first_token : end]
         assert new == await fresh(pipeline, prompt, len(new))
     params = to_vllm(PARAMS, pipeline.backend._engine.vllm_config)  # type: ignore[attr-defined]
     text = AnswerText(pipeline.backend._engine.tokenizer, answering[0], params)  # type: ignore[attr-defined]
