@@ -28,7 +28,6 @@ from rich.console import Console
 
 from streamrag import (
     CrawlOptions,
-    DelayedUpdates,
     HybridSource,
     Pipeline,
     PromptTemplate,
@@ -79,8 +78,6 @@ QUESTIONS = (
 questions the small model answers rightly."""
 
 CITED = re.compile(r"\[(\d+)\]")
-LEAD_S = 0.3
-"""Before the end of the search. Reranking and prefill want the same cores here, and this prompt needs no more time."""
 
 console = Console(highlight=False)
 
@@ -148,7 +145,7 @@ async def serve(site: Path) -> AsyncIterator[str]:
 async def record(source: Source, questions: Sequence[str], path: Path) -> Trace:
     """What the source retrieves for the questions, recorded in a new file."""
     async with Pipeline(source, ScriptedBackend(), recorder=TraceRecorder(path)) as pipeline:
-        for question in (questions[0], *questions):  # only the second search knows how long one takes
+        for question in (questions[0], *questions):  # the first search loads its models
             async with pipeline.stream(question) as stream:
                 async for _ in stream:
                     pass
@@ -170,7 +167,7 @@ async def record_all(arguments: argparse.Namespace, questions: Sequence[str]) ->
         with console.status(f"crawling {url}"):
             pages = await record(crawl, questions, out / "crawl.jsonl")
         with console.status(f"searching {index}"):
-            ranking = await record(DelayedUpdates(search, LEAD_S), questions, out / "search.jsonl")
+            ranking = await record(search, questions, out / "search.jsonl")
     write_trace(pages if arguments.url else as_on_the_web(pages), out / "crawl.jsonl", overwrite=True)
     ranking = ranking if arguments.index else as_with_a_hosted_reranker(ranking)
     write_trace(ranking, out / "search.jsonl", overwrite=True)

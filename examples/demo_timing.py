@@ -15,10 +15,12 @@ CRAWL = (
     "published statistics of 4,322 crawls (Stream2LLM, arXiv 2604.16395), which took 8.7 s in the median."
 )
 SEARCH_S = 0.76
+LEAD_S = 0.3
+"""Before the end of a search. Its prompt needs no more time."""
 SEARCH = (
-    "Keywords, then vectors, then a reranker update the context, each when it knows better; only what comes near the "
-    f"end is sent. The ranking was computed before, and takes {SEARCH_S} s here, as with a hosted reranker "
-    "(benchmarks.hindsight.vectorize.io): it takes no cores of the model."
+    "Keywords, then vectors, then a reranker update the context, each when it knows better. What comes before the last "
+    f"{LEAD_S} s is held back, as a pipeline does where that is best. The ranking was computed before. It takes "
+    f"{SEARCH_S} s here, as with a hosted reranker (benchmarks.hindsight.vectorize.io), and no cores of the model."
 )
 NUM_DRAWN = 1000
 
@@ -43,7 +45,18 @@ def _timed(query: TracedQuery, crawl: TracedQuery) -> TracedQuery:
 
 
 def as_with_a_hosted_reranker(trace: Trace) -> Trace:
-    """The trace with searches that take `SEARCH_S` each, whose stages keep their proportions."""
+    """The trace with searches that take `SEARCH_S` each, whose stages keep their proportions; of the updates before the
+    last `LEAD_S`, only the newest is left, at their beginning."""
     each = (replace(trace, queries=(query,)) for query in trace.queries)
     queries = [stretched(one, SEARCH_S / one.queries[0].end_s).queries[0] for one in each]
-    return replace(trace, queries=tuple(queries))
+    return replace(trace, queries=tuple(map(_near_the_end, queries)))
+
+
+def _near_the_end(query: TracedQuery) -> TracedQuery:
+    from_s = query.end_s - LEAD_S
+    early = [
+        replace(event, at_s=from_s, hint=event.hint and replace(event.hint, end_s=LEAD_S))
+        for event in query.events
+        if event.at_s < from_s
+    ]
+    return replace(query, events=(*early[-1:], *(event for event in query.events if event.at_s >= from_s)))

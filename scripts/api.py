@@ -44,7 +44,7 @@ PAGES = {
         "Sources",
         "Retrieve from the web or from your own function, combine sources, and send updates late.",
         "WebSource CrawlOptions RetrieverSource from_passages from_rankings from_tokens Rewrite search_engine "
-        "MergedSource ReplaySource DelayedUpdates",
+        "MergedSource ReplaySource",
     ),
     "search": (
         "Searching your documents",

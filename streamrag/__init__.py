@@ -91,7 +91,6 @@ if TYPE_CHECKING:
     from streamrag.sources.postgres.build import build_table as build_table
     from streamrag.sources.postgres.source import PgVectorSource as PgVectorSource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
-    from streamrag.sources.search.delayed_updates import DelayedUpdates as DelayedUpdates
     from streamrag.sources.search.hybrid import HybridSource as HybridSource
     from streamrag.sources.search.vector import IvfSource as IvfSource
     from streamrag.sources.search.vector import VectorSource as VectorSource
@@ -124,7 +123,6 @@ _NAMES = {
     "streamrag.sources.crawl.options": "CrawlOptions",
     "streamrag.sources.crawl.start_urls": "search_engine",
     "streamrag.sources.crawl.web": "WebSource",
-    "streamrag.sources.search.delayed_updates": "DelayedUpdates",
     "streamrag.sources.generators": "from_passages from_rankings",
     "streamrag.sources.hand_over.text_source": "Rewrite from_tokens",
     "streamrag.sources.index.build": "build_index",

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-from streamrag import Append, Chunk, Pipeline, SamplingParams
+from streamrag import Append, Chunk, Hint, Pipeline, SamplingParams
 from streamrag.telemetry import DraftChanged, QueryEvent
 from streamrag.testing import ScriptedSource
 from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate
@@ -84,9 +84,11 @@ def test_a_crawl_without_pages_and_one_with_very_many_get_times_too(timing: Modu
 
 def test_a_search_takes_as_long_as_with_a_hosted_reranker(timing: ModuleType) -> None:
     chunk = TracedChunk("a", 1, "a", "a")
-    query = TracedQuery("q", 0.0, "q", (TracedUpdate(0.05, (chunk,)), TracedUpdate(0.1, (chunk,))), 0.1)
+    updates = [TracedUpdate(at_s, (chunk,), Hint(end_s=0.1 - at_s)) for at_s in (0.02, 0.05, 0.1)]
+    query = TracedQuery("q", 0.0, "q", tuple(updates), 0.1)
     (found,) = timing.as_with_a_hosted_reranker(Trace((query,))).queries
-    assert [event.at_s for event in found.events] == pytest.approx([0.38, 0.76])
+    assert [event.at_s for event in found.events] == pytest.approx([0.46, 0.76])
+    assert [event.hint.end_s for event in found.events] == pytest.approx([0.3, 0.0])
     assert found.end_s == pytest.approx(0.76)
 
 

@@ -21,7 +21,6 @@ A = Chunk("It rained.", "file:///a")
 PASS_IT_ON = {
     "RerankerPool",
     "_KeywordSearch",
-    "DelayedUpdates",
     "RayBackend",
     "RayLane",
     "RayDisaggregatedBackend",

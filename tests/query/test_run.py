@@ -11,7 +11,6 @@ from streamrag import (
     Append,
     AppendMode,
     Chunk,
-    DelayedUpdates,
     Hint,
     Pipeline,
     Prompt,
@@ -78,15 +77,10 @@ class Tickets(ScriptedSource):
     [
         (ScriptedSource([Append(A)]), "ScriptedSource"),
         (Tickets([Append(A)]), "tickets"),
-        (DelayedUpdates(Tickets([Append(A)]), 0.0), "DelayedUpdates(tickets)"),
-        (
-            DelayedUpdates(DelayedUpdates(Tickets([Append(A)]), 0.0), 0.0),
-            "DelayedUpdates(DelayedUpdates(tickets))",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_schedulers_hear_the_name_of_the_source_whatever_it_is_wrapped_in(source: Source, name: str) -> None:
+async def test_schedulers_hear_the_name_of_the_source(source: Source, name: str) -> None:
     backend = ScriptedBackend()
     async with Pipeline(source, backend) as pipeline:
         await ask(pipeline)

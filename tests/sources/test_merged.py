@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag import Append, AppendMode, Chunk, CutShort, DelayedUpdates, Hint, MergedSource, Pipeline, Skipped, Update
+from streamrag import Append, AppendMode, Chunk, CutShort, Hint, MergedSource, Pipeline, Skipped, Update
 from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError, SourceError
@@ -66,15 +66,13 @@ async def test_with_a_small_k_one_first_rank_is_worth_more_than_two_later_ones()
         assert found[-1].chunks[0].text == first.text
 
 
-def hints(*sources: Any, lead_s: float | None = None) -> list[tuple[float, Hint | None]]:
+def hints(*sources: Any) -> list[tuple[float, Hint | None]]:
     """In virtual time: when each event came, and what it said of those to come."""
 
     async def read() -> list[tuple[float, Hint | None]]:
         now, found = asyncio.get_running_loop().time, []
         began_s = now()
-        merged = MergedSource(*sources)
-        source = merged if lead_s is None else DelayedUpdates(merged, lead_s, clock=now)
-        async for event in source.stream("Why?"):
+        async for event in MergedSource(*sources).stream("Why?"):
             assert isinstance(event, Append | Update)
             hint = event.hint and Hint(event.hint.num_chunks, event.hint.end_s and round(event.hint.end_s, 3))
             found.append((round(now() - began_s, 3), hint))
@@ -98,14 +96,6 @@ def test_a_fused_update_adds_hints_and_leaves_out_fields_that_a_source_lacks() -
     first = ScriptedSource([Update((A,), Hint(2, 5.0)), 2.0, Update((B,), Hint(1, 3.0)), 1.0])
     second = ScriptedSource([1.0, Update((C,), Hint(1))])
     assert hints(first, second) == [(0.0, None), (1.0, Hint(3)), (2.0, Hint(1, 3.0))]
-
-
-def test_a_merged_update_waits_for_the_end_like_any_search() -> None:
-    slow = ScriptedSource([Update((A,), Hint(1, 4.0)), 4.0, Update((B,), Hint(0, 0.0))])
-    quick = ScriptedSource([0.5, Update((C,), Hint(1, 0.5)), 0.5, Update((C, D), Hint(0, 0.0))])
-    sent = hints(slow, quick, lead_s=1.0)
-    assert [at_s for at_s, _ in sent] == [0.0, 3.0, 4.0]
-    assert [hint for _, hint in sent[1:]] == [Hint(1, 1.0), Hint(0, 0.0)]
 
 
 async def test_skipped_and_cut_short_events_are_passed_on() -> None:

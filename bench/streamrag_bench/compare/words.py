@@ -91,7 +91,7 @@ def limits(group: ComparedGroup) -> Iterator[str]:
     if share > CHANGED:
         yield (
             f"Cost: later results replaced {share:.0%} of a prompt (median), which was prefilled in vain. AppendMode() "
-            "or DelayedUpdates avoids it."
+            'avoids it; overlap="auto", the default, learns whether it pays.'
         )
 
 

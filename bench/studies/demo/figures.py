@@ -19,7 +19,7 @@ from streamrag_bench.compare.interval import interval
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = Path(__file__).with_name("results.json")
-LIVE_SEARCH = Path(__file__).with_name("near_end.json")
+LIVE_SEARCH = Path(__file__).with_name("live_search.json")
 """The demo's search with its reranker, on the model's cores. The demo's pairs replay it, and compute no ranking."""
 PICTURE = ROOT / "docs" / "timeline.svg"
 README = ROOT / "README.md"
@@ -113,7 +113,7 @@ def live_search_pairs() -> list[Pair]:
     arms: dict[str, dict[tuple[str, int], Row]] = {}
     for row in rows:
         arms.setdefault(row["arm"], {})[row["question"], row["turn"]] = row
-    return [(arms["DelayedUpdates, 0.3 s"][key], waiting) for key, waiting in arms["not streaming"].items()]
+    return [(arms["every update"][key], waiting) for key, waiting in arms["not streaming"].items()]
 
 
 def put_into_readme(text: str, groups: dict[str, list[Pair]]) -> str:

@@ -1,11 +1,11 @@
-"""A search and a model on the same processors: not streaming, every update, or those near the search's end.
+"""A search and a model on the same processors: not streaming, every update, or what a pipeline learns.
 
-    python -m studies.demo.near_end [--folder FOLDER] [--questions N] [--turns N] [--json FILE]
+    python -m studies.demo.live_search [--folder FOLDER] [--questions N] [--turns N] [--json FILE]
 
 The search is that of `make demo`: keywords, vectors and late interaction over this documentation, two sentences of two
 passages; the model is the demo's, in float32, on the real engine. Every question is asked in all three ways, on an
-empty prefix cache, and who goes first alternates. One question before all of them is not counted: after it the search
-knows how long it takes. Ratios are of the same question and turn, not streaming over streaming, and their median.
+empty prefix cache, and who goes first alternates. The last way, `overlap="auto"`, has learnt from other questions,
+which are not counted. Ratios are of the same question and turn, not streaming over streaming, and their median.
 """
 
 import asyncio
@@ -13,15 +13,15 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag import DelayedUpdates, HybridSource, Pipeline, SamplingParams, Source, VllmBackend
+from streamrag import HybridSource, Pipeline, SamplingParams, VllmBackend
 from streamrag.demo.demo_folder import (
     MAX_CONTEXT_TOKENS,
     MAX_MODEL_LEN,
@@ -34,10 +34,13 @@ from studies.demo_options import demo_parser, parse_and_prepare, print_load
 from studies.documentation_questions import QUESTIONS
 from studies.results_file import write_results
 
-LEAD_S = 0.3
+Overlap: TypeAlias = bool | Literal["auto"]
+
 MAX_TOKENS = 8
-WAITING, ALWAYS, NEAR_END = "not streaming", "every update", f"DelayedUpdates, {LEAD_S:g} s"
-ARMS = (WAITING, ALWAYS, NEAR_END)
+NUM_LEARNT = 20
+"""Questions that a pipeline learns from."""
+WAITING, ALWAYS, LEARNT = "not streaming", "every update", "as learnt"
+ARMS: dict[str, Overlap] = {WAITING: False, ALWAYS: True, LEARNT: "auto"}
 
 console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
@@ -49,6 +52,8 @@ class Row:
     question: str
     turn: int
     arm: str
+    way: str
+    """What was done."""
     retrieval_s: float
     ttft_after_retrieval_s: float
     ttft_s: float
@@ -56,7 +61,7 @@ class Row:
     token_ids: tuple[int, ...]
 
 
-async def ask(pipeline: Pipeline, question: str, *, overlap: bool) -> Answer:
+async def ask(pipeline: Pipeline, question: str, overlap: Overlap) -> Answer:
     params = SamplingParams(max_tokens=MAX_TOKENS)
     stream = pipeline.stream(question, params=params, overlap=overlap, max_context_tokens=MAX_CONTEXT_TOKENS)
     async with stream as chunks:
@@ -69,41 +74,34 @@ async def ask(pipeline: Pipeline, question: str, *, overlap: bool) -> Answer:
 async def measure(folder: Path, questions: Sequence[str], num_turns: int) -> list[Row]:
     search = HybridSource(folder / "index", k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES)
     backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, engine_args={"dtype": "float32"})
-    sources: dict[str, Source] = {WAITING: search, ALWAYS: search, NEAR_END: DelayedUpdates(search, LEAD_S)}
     rows = []
-    async with aclosing(backend), aclosing(search):
-        with console.status("starting"):
-            await asyncio.gather(*(part.start(lambda line: None) for part in (backend, search)))
-        pipelines = {
-            arm: Pipeline(source, backend, owns_source=False, owns_backend=False, template=TEMPLATE)
-            for arm, source in sources.items()
-        }
-        for pipeline in pipelines.values():
-            await pipeline.start()
-        try:
-            await ask(pipelines[ALWAYS], "What is not counted?", overlap=True)
-            asked = [(question, turn) for turn in range(num_turns) for question in questions]
-            for number, (question, turn) in enumerate(track(asked, "asking", console=console, transient=True)):
-                first = number % len(ARMS)
-                for arm in (*ARMS[first:], *ARMS[:first]):
-                    await backend.reset_prefix_cache()
-                    answer = await ask(pipelines[arm], question, overlap=arm != WAITING)
-                    times = answer.timings
-                    rows.append(
-                        Row(
-                            question,
-                            turn,
-                            arm,
-                            times.retrieval_s,
-                            times.ttft_after_retrieval_s,
-                            times.ttft_s,
-                            answer.num_invalidated,
-                            answer.token_ids,
-                        )
+    async with Pipeline(search, backend, template=TEMPLATE) as pipeline:
+        await pipeline.start()
+        others = [question for question in QUESTIONS if question not in questions]
+        for question in track(others[:NUM_LEARNT], "learning", console=console, transient=True):
+            await backend.reset_prefix_cache()
+            await ask(pipeline, question, "auto")
+        asked = [(question, turn) for turn in range(num_turns) for question in questions]
+        for number, (question, turn) in enumerate(track(asked, "asking", console=console, transient=True)):
+            arms, first = [*ARMS], number % len(ARMS)
+            for arm in (*arms[first:], *arms[:first]):
+                await backend.reset_prefix_cache()
+                answer = await ask(pipeline, question, ARMS[arm])
+                assert answer.overlap is not None
+                times = answer.timings
+                rows.append(
+                    Row(
+                        question,
+                        turn,
+                        arm,
+                        answer.overlap.way,
+                        times.retrieval_s,
+                        times.ttft_after_retrieval_s,
+                        times.ttft_s,
+                        answer.num_invalidated,
+                        answer.token_ids,
                     )
-        finally:
-            for pipeline in pipelines.values():
-                await pipeline.aclose()
+                )
     return rows
 
 
