@@ -12,19 +12,20 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 from unicodedata import category, normalize
 
-TARGET_CHARS = 600  # a passage ends once it is this long: about what a question needs to be answered, with its context
-
-MAX_BLOCK_CHARS = 2000
-MAX_HEADING_CHARS = 200
+MAX_LEVEL = 6  # of headings; below them are the terms of definition lists
 MAX_WORD_CHARS = 100
 """Most characters of a term. Stemmers cache words, and a page may be one word of a megabyte."""
 
-HEADING = re.compile(r"(#{1,6})\s")
+HEADING = re.compile(r"#{1,6}\s|#{7,12}(?:\s|$)")
+"""A heading, or with more signs a term of a definition list, or without text the list's end."""
+
 HEADING_END = "".join(filter(str.isspace, map(chr, range(0x3001)))) + "¶"
 """Unicode white space, and the sign that documentation tools put behind a heading as its link."""
 
 FENCE = re.compile(r"\s*(```|~~~)")
 RULE = re.compile(r"\s*([*_-]\s*){3,}")
+BREAKS = (re.compile(r"(?<=\n)"), re.compile(r"(?<=[.!?…])(?=\s)|(?<=[。！？])"), re.compile(r"(?<=\s)(?=\S)"))
+"""Places to break a block that is too long, best first: after lines, after sentences, after words."""
 
 CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\U00020000-\U0003ffff"
 UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
@@ -81,7 +82,7 @@ class TextPassage:
     """Consecutive blocks (paragraphs, list items, code listings) under one heading."""
 
     headings: tuple[str, ...]
-    """Markdown headings from the page's title down to its own."""
+    """Markdown headings from the page's title down to its own; with more than six `#`, terms of definition lists."""
     blocks: tuple[str, ...]
 
     @property
@@ -90,98 +91,130 @@ class TextPassage:
         return sum(len(block) + 2 for block in (*self.blocks, *self.headings[-1:]))
 
 
+class PassageSize(NamedTuple):
+    """How long passages are, without their headings, and what counts their length."""
+
+    enough: int = 600  # a passage ends once it is this long: about what a question needs, with its context
+    most: int = 2000
+    count: Callable[[str], int] = len
+
+
+SHORT, OF_HEADINGS = PassageSize(), PassageSize(most=200)
+
+
 class _Block(NamedTuple):
     text: str
-    is_term: bool = False
-    """Whether the next block defines it, as in a definition list."""
-    is_heading: bool = False
-
-    @property
-    def introduces(self) -> bool:
-        """Whether the next block belongs to this one, which is a term or ends with a colon."""
-        return self.is_term or self.text.endswith(":")
+    level: int = 0
+    """Level of a heading, over `MAX_LEVEL` of a term in a definition list; 0 of any other block."""
 
 
-def split_markdown(markdown: str) -> list[TextPassage]:
-    """Split a page between blocks at headings, definition terms and past `TARGET_CHARS`, not behind an introduction."""
+def split_markdown(markdown: str, size: PassageSize = SHORT) -> list[TextPassage]:
+    """Split a page at headings, and after blocks that are `size.enough`, unless the last introduces the next one.
+
+    A heading without text of its own is text, and so is the rest of one that is too long to be repeated. The terms of
+    one definition are one heading.
+    """
     passages: list[TextPassage] = []
-    headings: list[str] = []
-    blocks: list[_Block] = []
-    num_chars = 0  # in `blocks`
+    path: list[_Block] = []
+    blocks: list[str] = []
+    length = 0  # of `blocks`, which are the next passage
 
     def close() -> None:
+        nonlocal length
         if blocks:
-            passages.append(TextPassage(tuple(headings), tuple(block.text for block in blocks)))
-            blocks.clear()
+            headings = tuple(f"{'#' * heading.level} {heading.text}" for heading in path)
+            passages.append(TextPassage(headings, tuple(blocks)))
+        blocks.clear()
+        length = 0
 
-    for block in _blocks(markdown.splitlines()):
-        if heading := block.is_heading and HEADING.match(block.text):
-            close()
-            num_chars = 0
-            headings = [outer for outer in headings if outer.index(" ") < len(heading[1])]
-            text = block.text[heading.end() :].strip(HEADING_END)
-            headings += [f"{heading[1]} {text[:MAX_HEADING_CHARS]}"] if text else []
+    def add(text: str) -> None:
+        nonlocal length
+        for piece in _pieces(text, size):
+            num_new = size.count(piece)
+            if length + num_new > size.most or (length >= size.enough and not blocks[-1].endswith(":")):
+                close()
+            if text := piece.strip("\n").rstrip():
+                blocks.append(text)
+                length += num_new
+
+    has_text = True  # whether the last heading has any
+    for block in (*_blocks(markdown.splitlines()), _Block("", level=1)):
+        if not block.level:
+            add(block.text)
+            has_text = True
             continue
-        if blocks and (num_chars >= TARGET_CHARS or block.is_term) and not blocks[-1].introduces:
-            close()
-            num_chars = 0
-        blocks.append(block)
-        num_chars += len(block.text)
-    close()
+        close()
+        if not has_text and path[-1].level >= block.level:
+            last = path.pop()
+            terms = f"{last.text}, {block.text}"
+            if block.text and last.level == block.level > MAX_LEVEL and len(terms) <= OF_HEADINGS.most:
+                block = _Block(terms, block.level)
+            else:
+                add(last.text)
+                close()
+        path = [outer for outer in path if outer.level < block.level]
+        heading, *rest = _pieces(block.text, OF_HEADINGS)
+        path += [_Block(heading, block.level)] if heading else []
+        has_text = not heading or bool(rest)
+        for piece in rest:
+            add(piece)
     return passages
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
-    """Yield headings, fenced listings, and runs of lines between empty ones, in pieces where they are too long."""
+    """Yield headings, fenced listings, and runs of lines between empty ones."""
     block: list[str] = []
     fence = ""
-    for line in lines:
+    for line in map(str.rstrip, lines):
         if fence:
             if line.strip() == fence:
-                while not block[-1].strip():
+                while not block[-1]:
                     block.pop()
                 fence = ""
-            block.append(line)
+            if line or len(block) > 1:
+                block.append(line)
             if not fence:
-                yield from _pieces(block)
+                yield from _text_block(block)
                 block = []
-        elif not line.strip() or HEADING.match(line) or FENCE.match(line):
-            # html2text puts four spaces under a term of a definition list.
-            yield from _pieces(block, is_term=len(block) == 1 and line == "    ")
+        elif not line or HEADING.match(line) or FENCE.match(line):
+            yield from _text_block(block)
             opening = FENCE.match(line)
             fence = opening[1] if opening else ""
             block = [line] if opening else []
-            if HEADING.match(line):
-                yield _Block(line, is_heading=True)
+            if heading := HEADING.match(line):
+                yield _Block(line[heading.end() :].strip(HEADING_END), level=len(heading[0].rstrip()))
         else:
             block.append(line)
-    yield from _pieces(block)
+    yield from _text_block(block)
 
 
-def _pieces(lines: list[str], is_term: bool = False) -> Iterator[_Block]:
-    """Yield blocks of at most MAX_BLOCK_CHARS, the last a term if `is_term`; nothing for blank lines or a rule."""
-    piece: list[str] = []
-    num_chars = 0
-    for part in (part for line in lines for part in _fold(line)):
-        if piece and num_chars + len(part) > MAX_BLOCK_CHARS:
-            yield _Block("\n".join(piece))
-            piece, num_chars = [], 0
-        piece.append(part)
-        num_chars += len(part) + 1
-    text = "\n".join(piece).strip("\n")
-    if text.strip() and not RULE.fullmatch(text):
-        yield _Block(text, is_term)
+def _text_block(lines: list[str]) -> Iterator[_Block]:
+    """Yield a block of these lines; nothing for invisible ones or a rule."""
+    text = "\n".join(lines).strip("\n")
+    if not is_blank(text) and not RULE.fullmatch(text):
+        yield _Block(text)
 
 
-def _fold(line: str) -> Iterator[str]:
-    """Yield parts of a line of at most MAX_BLOCK_CHARS, cut between words if possible."""
-    begin = 0
-    while len(line) - begin > MAX_BLOCK_CHARS:
-        end = begin + MAX_BLOCK_CHARS
-        cut = line.rfind(" ", begin + MAX_BLOCK_CHARS // 2, end) + 1 or end
-        yield line[begin:cut]
-        begin = cut
-    yield line[begin:].rstrip()
+def _pieces(text: str, size: PassageSize, level: int = 0) -> list[str]:
+    """Cut `text` at its best breaks into few pieces of at most `size.most`, which joined are `text`."""
+    if (length := size.count(text)) <= size.most:
+        return [text]
+    if level < len(BREAKS):
+        parts, level = BREAKS[level].split(text), level + 1
+    else:
+        step = max(1, len(text) * size.most // length)
+        parts = [text[begin : begin + step] for begin in range(0, len(text), step)]
+    pieces: list[str] = []
+    length = size.most  # of the last piece; full at first
+    for piece in (piece for part in parts for piece in _pieces(part, size, level)):
+        num_new = size.count(piece)
+        if length + num_new <= size.most:
+            pieces[-1] += piece
+            length += num_new
+        else:
+            pieces.append(piece)
+            length = num_new
+    return pieces
 
 
 class _Letters(dict[int, str]):

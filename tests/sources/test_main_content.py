@@ -5,10 +5,13 @@ from lxml import html as lxml_html
 
 pytest.importorskip("trafilatura")
 
-from streamrag.sources.pages import main_content
-from streamrag.sources.pages.prune import prune
+from streamrag.sources.documents import main_content
+from streamrag.sources.documents import prune as pruning
+from streamrag.sources.documents.prune import PrunedPage
+from streamrag.sources.documents.reader import ReadingLimits
 
 URL = "https://news.example/2026/penguins.html"
+LIMITS = ReadingLimits(max_cpu_s=10)
 
 PARAGRAPHS = [
     "The colony at the southern cape has grown by a third since the last count, researchers said on Tuesday.",
@@ -32,6 +35,10 @@ def news(inside: str = "", *, head: str = "<title>News</title>") -> str:
         <div class="site-footer">Subscribe to our newsletter, and never miss a story again.</div></body></html>"""
 
 
+def prune(url: str, page: str) -> PrunedPage:
+    return pruning.prune(url, page, LIMITS)
+
+
 def words(page: str) -> str:
     body = lxml_html.document_fromstring(prune(URL, page).html).find("body")
     return " ".join(" ".join(body.itertext()).split())
@@ -48,7 +55,7 @@ def test_links_outside_the_article_are_still_followed() -> None:
 def test_a_heading_that_is_the_title_is_not_kept_twice() -> None:
     page = news(head="<title>Penguins return - The Daily News</title>")
     assert "Penguins return" not in words(page)
-    assert "<title>Penguins return - The Daily News</title>" in prune(URL, page).html
+    assert prune(URL, page).title == "Penguins return - The Daily News"
 
 
 def test_a_table_in_an_article_is_kept_as_a_table() -> None:
@@ -56,6 +63,11 @@ def test_a_table_in_an_article_is_kept_as_a_table() -> None:
     found = lxml_html.document_fromstring(prune(URL, news(table)).html)
     rows = [[cell.text_content() for cell in row] for row in found.iter("tr")]
     assert rows == [["Year", "Nests"], ["2025", "1,204"]]
+
+
+def test_the_terms_of_definitions_in_an_article_are_kept() -> None:
+    definitions = f"<dl><dt>Krill</dt><dt>Euphausiacea</dt><dd>{PARAGRAPHS[2]}</dd></dl>"
+    assert f"Krill Euphausiacea {PARAGRAPHS[2]}" in words(news(definitions).replace(f"<p>{PARAGRAPHS[2]}</p>", ""))
 
 
 def test_line_breaks_in_an_article_stay() -> None:
@@ -95,6 +107,23 @@ def test_every_listing_of_a_page_without_a_main_element_is_kept() -> None:
     found = words(page)
     assert [found.count(f"step({i})") for i in range(5)] == [2] * 5
     assert "Prev" not in found
+
+
+@pytest.mark.parametrize(("begin", "end"), [("<main>", "</main>"), ('<div role="main">', "</div>")])
+def test_a_table_of_contents_is_the_content_of_a_page(begin: str, end: str) -> None:
+    chapters = "".join(f"<li><a href='/{i}'>Chapter {i}: how penguins of kind {i} swim</a></li>" for i in range(20))
+    introduction = f"<h1>The book</h1><p>{PARAGRAPHS[0]}</p><p>{PARAGRAPHS[1]}</p><p>{PARAGRAPHS[2]}</p>"
+    found = words(f"<body>{OUTSIDE}{begin}{introduction}<div><ul>{chapters}</ul></div>{end}</body>")
+    assert found.startswith("The book The colony")
+    assert found.count("Chapter") == 20
+    assert "Another chapter of the guide" not in found
+
+
+def test_teasers_in_the_main_element_of_an_article_are_not_content() -> None:
+    page = (
+        news().replace('<div class="page">', '<main class="page">').replace("</ul></div></div>", "</ul></div></main>")
+    )
+    assert words(page) == " ".join(["Penguins return", *PARAGRAPHS])
 
 
 @pytest.mark.parametrize("page", ["<p>Hi</p>", "<ul><li><a href=/a>Guide</a><li><a href=/b>Reference</a></ul>"])

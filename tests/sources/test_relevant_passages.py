@@ -4,7 +4,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from streamrag.core.text import MAX_BLOCK_CHARS, TextPassage, relevant_terms, split_markdown, terms
+from streamrag.core.text import SHORT, PassageSize, TextPassage, relevant_terms, split_markdown, terms
 from streamrag.sources.pages.relevant_passages import MAX_STEMS, assemble, relevant_stems, select
 
 
@@ -38,9 +38,6 @@ def test_paragraphs_make_a_passage_until_it_is_long_enough() -> None:
 def test_a_line_that_introduces_a_block_stays_with_it() -> None:
     passages = split_markdown("\n\n".join(["x" * 700 + ":", "code", "next"]))
     assert [passage.blocks for passage in passages] == [("x" * 700 + ":", "code"), ("next",)]
-    definitions = "first()\n    \n\nwhat it does\n\nsecond()\n    \n\nwhat that does"
-    passages = split_markdown(definitions)
-    assert [passage.blocks for passage in passages] == [("first()", "what it does"), ("second()", "what that does")]
 
 
 @pytest.mark.parametrize("fence", ["```", "~~~", "  ```"])
@@ -52,21 +49,72 @@ def test_a_code_listing_is_one_block(fence: str) -> None:
 
 def test_unclosed_or_empty_markdown_is_split_without_trouble() -> None:
     assert split_markdown("") == []
-    assert split_markdown("# only a heading\n\n* * *\n---\n") == []
+    assert split_markdown("* * *\n---\n\n\u200b\n#######\n") == []
     assert split_markdown("```\nnever closed")[0].blocks == ("```\nnever closed",)
 
 
 def test_a_block_that_is_too_long_is_cut_between_words() -> None:
     page = " ".join(["word"] * 2000) + "\n" + "x" * 5000
     blocks = [block for passage in split_markdown(page) for block in passage.blocks]
-    assert all(len(block) <= MAX_BLOCK_CHARS for block in blocks)
-    assert "".join(blocks).replace("\n", "") == page.replace("\n", "")
-    assert blocks[0].endswith("word ") or blocks[0].endswith("word")
+    assert all(len(block) <= SHORT.most for block in blocks)
+    assert "".join("".join(blocks).split()) == "".join(page.split())
+    assert blocks[0].endswith("word")
 
 
-def test_a_heading_that_is_too_long_is_cut() -> None:
-    [passage] = split_markdown("# " + "x" * 1000 + "\n\ntext")
-    assert passage.headings == ("# " + "x" * 200,)
+def test_the_rest_of_a_heading_that_is_too_long_is_text() -> None:
+    [passage] = split_markdown("# " + "x" * 350 + "\n\ntext")
+    assert (passage.headings, passage.blocks) == (("# " + "x" * 200,), ("x" * 150, "text"))
+
+
+def test_a_heading_without_text_of_its_own_is_text() -> None:
+    page = "# Book\n## Empty\n## Full\n### Inner\na\n# Next book\n"
+    assert [(passage.headings, passage.blocks) for passage in split_markdown(page)] == [
+        (("# Book",), ("Empty",)),
+        (("# Book", "## Full", "### Inner"), ("a",)),
+        ((), ("Next book",)),
+    ]
+
+
+def test_terms_are_headings_of_their_definitions_until_the_list_ends() -> None:
+    page = """# Tasks
+####### run(main)
+####### run(main, *, debug)
+
+It runs.
+
+######## Raises
+
+An error.
+
+########
+
+It ends.
+
+#######
+
+After the list."""
+    terms = "####### run(main), run(main, *, debug)"
+    assert [(passage.headings, passage.blocks) for passage in split_markdown(page)] == [
+        (("# Tasks", terms), ("It runs.",)),
+        (("# Tasks", terms, "######## Raises"), ("An error.",)),
+        (("# Tasks", terms), ("It ends.",)),
+        (("# Tasks",), ("After the list.",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["word " * 1000, "word. " * 500, "line\n" * 1000, "漢" * 1000, "x" * 5000, "a b\n" * 99]
+)
+def test_no_word_is_lost_and_no_passage_is_too_long(text: str) -> None:
+    passages = split_markdown(text, PassageSize(100, 100))
+    assert "".join("".join("".join(passage.blocks) for passage in passages).split()) == "".join(text.split())
+    assert all(len(block) <= 100 for passage in passages for block in passage.blocks)
+    assert len(passages) <= 2 * len(text) // 100 + 1
+
+
+def test_a_long_paragraph_breaks_after_sentences() -> None:
+    passages = split_markdown("This sentence has six words. " * 30, PassageSize(150, 150))
+    assert all(passage.blocks[-1].endswith("words.") for passage in passages)
 
 
 @pytest.mark.parametrize(

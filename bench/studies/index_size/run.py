@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.progress import Progress, track
 from rich.table import Table
 
+from streamrag.sources.documents.file_worker import file_worker
 from streamrag.sources.index import diskann, inverted_lists
 from streamrag.sources.index.document_passages import find_documents, read_documents
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER, Embedder, find_embedder
@@ -45,7 +46,6 @@ from streamrag.sources.index.index_folder import (
     passage_line,
     with_title,
 )
-from streamrag.sources.workers.pdf import pdf_worker
 from streamrag.support.versions import installed_versions
 from studies.folders import KEPT
 
@@ -88,14 +88,14 @@ def embed(documents: Path, work: Path) -> tuple[list[str], Any]:
 
 def _lines(documents: Path) -> Iterator[str]:
     paths, _ = find_documents(documents, max_file_bytes=10 << 20, leave_out=documents / ".none")
-    with pdf_worker() as read_pdf, Progress() as progress:
+    with file_worker() as read, Progress() as progress:
         task = progress.add_task("reading", total=len(paths))
 
         def report(num_done: int) -> None:
             progress.update(task, completed=num_done)
 
-        for document, texts in read_documents(documents, paths, [], PASSAGE_WORDS, report, read_pdf):
-            for number, text in enumerate(texts):
+        for document in read_documents(documents, paths, [], PASSAGE_WORDS, report, read):
+            for number, text in enumerate(document.passages):
                 yield passage_line({"uri": document.uri, "title": document.title, "passage": number, "text": text})
 
 

@@ -6,7 +6,8 @@ Source: https://encoding.spec.whatwg.org, whose table of labels says, for instan
 import codecs
 import re
 
-MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16le", b"\xfe\xff": "utf-16be"}
+from streamrag.support.bounded_reading import marked_encoding
+
 NUM_DECLARING_BYTES = 4096  # bytes at the beginning in which a declaration is looked for; browsers read 1024
 CODECS = {"gbk": "gb18030", "euc-jp": "euc_jis_2004", "iso-2022-jp": "iso2022_jp_ext"}
 """Python's codecs for encodings of which its codec of the same name lacks characters. For the others, webencodings
@@ -32,11 +33,6 @@ def decode(body: bytes, charset: str = "") -> str:
         return body.decode()
     except UnicodeDecodeError:
         return body.decode("windows-1252", "replace")
-
-
-def marked_encoding(body: bytes) -> str:
-    """Return the encoding that the byte order mark says, or ""."""
-    return next((name for mark, name in MARKS.items() if body.startswith(mark)), "")
 
 
 def _declared_label(beginning: bytes) -> str:

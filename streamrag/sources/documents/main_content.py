@@ -1,8 +1,9 @@
 """Choice of a page's main content, without the menus, teasers and notices around it.
 
 A page with code is technical: its `article` or `main` is taken whole, as extractors made for articles lose code and
-definitions. In other pages trafilatura chooses, and the chosen text is found again in the page, because trafilatura's
-own output changes the white space of code and the levels of headings. Takes linear time, but for trafilatura.
+definitions. So is that of a table of contents, which they take for a menu. In other pages trafilatura chooses, and the
+chosen text is found again in the page, because trafilatura's own output changes the white space of code and the levels
+of headings. Takes linear time, but for trafilatura.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ MIN_EXTRACTED_CHARS = 250  # of an extraction; a shorter one may be a notice, as
 MAX_EXTRACTED_ELEMENTS = 10_000  # of a page; trafilatura takes seconds for more, and is made for articles
 RUN = 3  # words of the runs by which text is found again; with 2, teasers share too many with the article
 MIN_SHARE_OF_RUNS = 0.7  # of a block's runs; chosen on one half of the news pages, the same on the other
+MIN_SHARE_OF_LINKS = 0.55  # of the text of a table of contents; at most 0.49 on the news pages, 0.6 and more on those
 MIN_SHARE_OF_ELEMENT = 0.75  # of the words of an element around the content, for the whole element to be content
 
 BLOCKS = {
@@ -49,7 +51,8 @@ def keep_main_content(document: Any) -> None:
     if body is None:
         return
     is_technical = _count(body, CODE) > 0
-    if is_technical and (root := _declared_main(body)) is not None:
+    root = _declared_main(body)
+    if root is not None and (is_technical or _share_of_links(root) > MIN_SHARE_OF_LINKS):
         body.text = root.tail = None
         body[:] = [root]
         return
@@ -70,14 +73,33 @@ def _count(root: Any, tags: Iterable[str]) -> int:
 
 
 def _declared_main(body: Any) -> Any:
-    """Return the only `article` if it has all code and `h1`, else the only `main` if it has code, else None."""
+    """Return the only `article` if it has all code and `h1`, else the only `main` unless all code is elsewhere."""
     main = _only(body, "main")
     around = body if main is None else main
     article = _only(around, "article")
     wanted = (*CODE, "h1")
     if article is not None and _count(article, wanted) == _count(around, wanted):
         return article
-    return main if main is not None and _count(main, CODE) else None
+    return main if main is not None and (_count(main, CODE) or not _count(body, CODE)) else None
+
+
+def _share_of_links(root: Any) -> float:
+    """Return the share of characters that are in links."""
+    num_links = 0
+    nums_chars = [0, 0]  # outside and inside of links
+
+    def add(text: str | None) -> None:
+        nums_chars[num_links > 0] += len("".join((text or "").split()))
+
+    for event, element in etree.iterwalk(root, events=("start", "end")):
+        is_link = element.tag == "a"
+        if event == "start":
+            num_links += is_link
+            add(element.text)
+        else:
+            num_links -= is_link
+            add(element.tail if element is not root else "")
+    return nums_chars[1] / max(sum(nums_chars), 1)
 
 
 def _only(root: Any, tag: str) -> Any:
@@ -126,7 +148,8 @@ def _runs(of: Sequence[str]) -> list[int]:
 def _find(blocks: Sequence[_Block], text: str, is_technical: bool) -> set[int]:
     """Return the numbers of the blocks whose words are in `text`, and of the listings of a technical page.
 
-    Blocks of fewer than `RUN` words, such as cells of tables, are taken only between others.
+    Blocks of fewer than `RUN` words, such as cells of tables, are taken only between others, and terms with their
+    definitions.
     """
     known = words(text)
     runs, pairs, singles = set(_runs(known)), set(pairwise(known)), set(known)
@@ -143,6 +166,9 @@ def _find(blocks: Sequence[_Block], text: str, is_technical: bool) -> set[int]:
                 chosen.add(number)
     if chosen:
         chosen.update(number for number in short if min(chosen) < number < max(chosen))
+    for number in reversed(range(len(blocks) - 1)):
+        if blocks[number].element.tag == "dt" and number + 1 in chosen:
+            chosen.add(number)
     return chosen
 
 

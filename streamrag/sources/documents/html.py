@@ -1,0 +1,64 @@
+"""Reading of HTML: crawl4ai converts what `prune` leaves to Markdown.
+
+crawl4ai gets small and well-formed HTML, because some of its regular expressions and loops take time quadratic in raw
+pages. Importing this module takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and reads a `.env` file, so only
+worker processes import it.
+"""
+
+from typing import Any
+
+from crawl4ai import DefaultMarkdownGenerator
+
+from streamrag.core.text import MAX_LEVEL, is_blank
+from streamrag.sources.documents.prune import prune
+from streamrag.sources.documents.reader import TOO_LONG, Content, ReadingLimits
+
+MAX_TERM_LEVEL = 12  # of a term in nested definition lists
+
+ERRORS = ("Error converting HTML to markdown:", "Error in markdown generation:")
+"""Beginnings of crawl4ai's output when it fails."""
+
+
+def read_html(html: str, url: str, limits: ReadingLimits) -> Content:
+    """Return the content of a page at `url`; raise ValueError if crawl4ai fails."""
+    page = prune(url, html, limits)
+    text = GENERATOR.generate_markdown(page.html, base_url=url, citations=False).raw_markdown
+    if text.startswith(ERRORS):
+        raise ValueError(text)
+    forwards = page.forwards + ([page.frame] if page.frame and is_blank(text) else [])
+    return Content(page.title, text, TOO_LONG * page.is_cut, page.links, forwards)
+
+
+def _write_terms(converter: Any, tag: str, attributes: Any, is_start: bool) -> bool:
+    """Write terms of definition lists as headings below `MAX_LEVEL`, and an empty one at the end of each list.
+
+    Return whether the tag is dealt with. `converter` is crawl4ai's HTML2Text, which calls this for each tag. A heading
+    or term stays on one line.
+    """
+    if tag in ("p", "div") and converter.inheader:
+        converter.space = True
+        return True
+    if tag not in ("dl", "dt", "dd"):
+        return False
+    num_lists = getattr(converter, "num_lists", 0)
+    signs = "#" * min(MAX_LEVEL + max(num_lists, 1), MAX_TERM_LEVEL)
+    converter.p()
+    if tag == "dl":
+        if not is_start:
+            converter.o(signs)
+            converter.p()
+        converter.num_lists = num_lists + (1 if is_start else -1)
+    elif tag == "dt" and is_start:
+        converter.o(f"{signs} ")
+    converter.inheader = tag == "dt" and is_start
+    return True
+
+
+GENERATOR = DefaultMarkdownGenerator(
+    options={
+        **dict.fromkeys(("ignore_links", "ignore_images", "ignore_emphasis"), True),
+        "body_width": 0,
+        "single_line_break": False,
+        "tag_callback": _write_terms,
+    }
+)
