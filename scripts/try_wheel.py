@@ -93,13 +93,10 @@ if __name__ == "__main__":
 """Runs with `OF_EMBED` only."""
 
 OF_EMBED = (
-    "beautifulsoup4",
     "faiss-cpu>=1.10,<2",
-    "lxml",
     "markdown-it-py",
     "numpy",
     "snowballstemmer",
-    "webencodings",
 )
 """What the extra `embed` brings but sentence-transformers, whose place the toy embedder takes."""
 

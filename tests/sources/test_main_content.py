@@ -70,6 +70,17 @@ def test_the_terms_of_definitions_in_an_article_are_kept() -> None:
     assert f"Krill Euphausiacea {PARAGRAPHS[2]}" in words(news(definitions).replace(f"<p>{PARAGRAPHS[2]}</p>", ""))
 
 
+@pytest.mark.parametrize("tag", ["main", "article", "section"])
+@pytest.mark.parametrize("after", ["", "<p>After", "after"])
+def test_a_page_that_omits_the_tags_of_head_and_body_is_read(tag: str, after: str) -> None:
+    page = prune(URL, f"<!doctype html><title>A page</title><{tag}><h1>Penguins</h1><p>They swim.</{tag}>{after}")
+    body = lxml_html.document_fromstring(page.html).find("body")
+    assert (
+        " ".join(" ".join(body.itertext()).split()).lower() == f"penguins they swim. {'after' if after else ''}".strip()
+    )
+    assert page.title == "A page"
+
+
 def test_line_breaks_in_an_article_stay() -> None:
     page = prune(URL, news(f"<p>{PARAGRAPHS[0]} First.<br>Second.</p>")).html
     assert "First.<br>Second." in page

