@@ -97,6 +97,7 @@ OF_EMBED = (
     "markdown-it-py",
     "numpy",
     "snowballstemmer",
+    "webencodings",
 )
 """What the extra `embed` brings but sentence-transformers, whose place the toy embedder takes."""
 

@@ -117,11 +117,6 @@ def import_zstandard() -> Any:
     return zstandard
 
 
-def marked_encoding(text: bytes) -> str:
-    """Return the encoding that the byte order mark says, or ""."""
-    return next((name for mark, name in MARKS.items() if text.startswith(mark)), "")
-
-
 class MarkedText:
     """A converter of text to UTF-8 without byte order mark, from UTF-16 if the mark says so, block by block."""
 
@@ -137,7 +132,7 @@ class MarkedText:
                 self._beginning = block
                 return b""
             self._beginning = None
-            if marked_encoding(block).startswith("utf-16"):
+            if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 self._decoder = codecs.getincrementaldecoder("utf-16")()
             block = block.removeprefix(codecs.BOM_UTF8)
         return self._decoder.decode(block, is_last).encode() if self._decoder else block

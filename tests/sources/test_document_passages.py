@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from fpdf import FPDF
 
-from streamrag.errors import ConfigurationError
+from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.sources.documents.file_worker import file_worker
 from streamrag.sources.documents.reader import Content, Read, UnreadableError
 from streamrag.sources.index.document_passages import (
@@ -179,6 +179,7 @@ def test_html_nested_very_deeply_is_read_as_far_as_its_parser_goes(tmp_path: Pat
         ("page.txt", b"\xfe\xff" + "naïve 漢".encode("utf-16-be")),
         ("page.txt", "na\xadïve 漢\ufeff".encode()),
         ("page.html", "<p>na&shy;ïve 漢".encode()),
+        ("page.md", '<meta charset="gb2312">\n\nnaïve 漢'.encode()),
         ("page.html", '<meta charset="gb2312"><p>naïve 漢'.encode("gb18030")),
         ("page.xhtml", '<?xml version="1.0" encoding="gb2312"?><p>naïve 漢</p>'.encode("gb18030")),
         ("page.html", '<?xml version="1.0" encoding="utf-8"?><html><body>naïve 漢</body></html>'.encode()),
@@ -315,3 +316,20 @@ def test_a_pdf_that_is_read_in_part_is_a_document_and_says_what_is_left_out(tmp_
     )
     assert [document.title for document in documents] == ["long"]
     assert skipped == [("long.pdf", "page 2")]
+
+
+def test_html_without_the_extra_crawl_names_it_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Read
+) -> None:
+    text_file(tmp_path, "page.md", "text")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "crawl4ai" else object())
+
+    def passages() -> list[str]:
+        paths, skipped = find_documents(tmp_path, max_file_bytes=100)
+        documents = read_documents(tmp_path, paths, skipped, 180, lambda num_done: None, read)
+        return [passage for document in documents for passage in document.passages]
+
+    assert passages() == ["text"]
+    text_file(tmp_path, "page.html", "<p>text")
+    with pytest.raises(MissingDependencyError, match=r"crawl4ai is not installed.*pip install '\.\[crawl\]'"):
+        passages()

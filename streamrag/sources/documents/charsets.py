@@ -6,7 +6,7 @@ Source: https://encoding.spec.whatwg.org, whose table of labels says, for instan
 import codecs
 import re
 
-from streamrag.support.bounded_reading import marked_encoding
+from streamrag.support.bounded_reading import MARKS
 
 NUM_DECLARING_BYTES = 4096  # bytes at the beginning in which a declaration is looked for; browsers read 1024
 CODECS = {"gbk": "gb18030", "euc-jp": "euc_jis_2004", "iso-2022-jp": "iso2022_jp_ext"}
@@ -33,6 +33,11 @@ def decode(body: bytes, charset: str = "") -> str:
         return body.decode()
     except UnicodeDecodeError:
         return body.decode("windows-1252", "replace")
+
+
+def marked_encoding(body: bytes) -> str:
+    """Return the encoding that the byte order mark says, or ""."""
+    return next((name for mark, name in MARKS.items() if body.startswith(mark)), "")
 
 
 def _declared_label(beginning: bytes) -> str:

@@ -65,4 +65,5 @@ class FileReader:
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
         with job_limits(self.max_cpu_s, self.max_bytes):
             limits = ReadingLimits(self.max_cpu_s, MAX_CHARS, MAX_ELEMENTS, MAX_PDF_PAGES)
-            return {**asdict(read(body, job["kind"], limits)), "links": {}, "forwards": []}
+            charset = "" if job["kind"] == "html" else "utf-8"  # text was checked to be that, unless it has a mark
+            return {**asdict(read(body, job["kind"], limits, charset=charset)), "links": {}, "forwards": []}

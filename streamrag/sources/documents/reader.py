@@ -20,8 +20,9 @@ TOO_LONG = "its end, because it is too long"
 
 NEEDED = {
     "html": ("crawl", "crawl4ai", "trafilatura", "webencodings"),
-    "markdown": ("embed", "markdown_it"),
+    "markdown": ("embed", "markdown_it", "webencodings"),
     "pdf": ("embed", "pypdf"),
+    "text": ("embed", "webencodings"),
 }
 """The extra and the modules of it that reading a kind takes."""
 

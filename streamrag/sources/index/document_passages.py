@@ -14,8 +14,9 @@ from typing import TypeAlias
 
 from streamrag.core.text import PassageSize, TextPassage, split_markdown
 from streamrag.errors import ConfigurationError, require_modules
+from streamrag.sources.documents.charsets import marked_encoding
 from streamrag.sources.documents.reader import NEEDED, Content, Read, UnreadableError
-from streamrag.support.bounded_reading import marked_encoding, open_regular
+from streamrag.support.bounded_reading import open_regular
 
 OnProgress: TypeAlias = Callable[[int, int, str], None]
 """A callback with the number of finished items, the number of all items, and the step."""
