@@ -5,10 +5,11 @@ folder ──find_documents──▶ paths ──read_documents──▶ Documen
 
 import os
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import dropwhile, zip_longest
+from itertools import accumulate, dropwhile, zip_longest
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
@@ -181,23 +182,26 @@ def count_words(text: str) -> int:
 
 
 def _join(passages: Iterable[TextPassage], size: PassageSize) -> Iterator[TextPassage]:
-    """Yield the passages, each that is shorter than a third of `size` joined to the next if both fit into one.
+    """Yield the passages, each that is shorter than a third of `size` filled up with the first blocks of the next.
 
-    Its headings that the former does not have become a block.
+    The headings of those blocks that the passage does not have become a block.
     """
-    held: TextPassage | None = None
+    held = TextPassage((), ())
+    length = 0
     for passage in passages:
-        if held:
-            length, num_new = (sum(map(size.count, each.blocks)) for each in (held, passage))
-            if length * 3 < size.most and length + num_new <= size.most:
-                pairs = zip_longest(held.headings, passage.headings)
-                new = [_plain(heading) for _, heading in dropwhile(lambda pair: pair[0] == pair[1], pairs) if heading]
-                blocks = (*held.blocks, " > ".join(new), *passage.blocks)
-                passage = TextPassage(held.headings, tuple(filter(None, blocks)))
-            else:
+        ends = [*accumulate(map(size.count, passage.blocks), initial=length)]
+        num_fitting = bisect_right(ends, size.most) - 1 if length * 3 < size.most else 0
+        if held.blocks and num_fitting:
+            pairs = zip_longest(held.headings, passage.headings)
+            new = [_plain(heading) for _, heading in dropwhile(lambda pair: pair[0] == pair[1], pairs) if heading]
+            blocks = (*held.blocks, " > ".join(new), *passage.blocks[:num_fitting])
+            held, length = TextPassage(held.headings, tuple(filter(None, blocks))), ends[num_fitting]
+            passage = TextPassage(passage.headings, passage.blocks[num_fitting:])
+        if passage.blocks:
+            if held.blocks:
                 yield held
-        held = passage
-    if held:
+            held, length = passage, sum(map(size.count, passage.blocks))
+    if held.blocks:
         yield held
 
 
