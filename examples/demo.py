@@ -1,12 +1,13 @@
 """Streams a crawl, and a search by keywords, vectors and a reranker, into vLLM on CPU, and compares with not streaming.
 
-At last it repeats the crawl slowly, and shows an answer that is drafted before it ends.
+At last it repeats a crawl, and shows an answer that is drafted before it ends.
 
 Run it with `make demo`. By default it serves streamrag's own documentation on loopback, indexes it, and asks SmolLM2, a
-model with 135 M parameters made by `streamrag demo-model`. For each source it shows one question live, records the
-retrieval of all questions, and repeats them in pairs with the recorded retrieval until the confidence intervals are
-narrow or time is over. Ctrl-C ends it, and keeps what was measured. With `--tiny` the model is a small Llama with
-random weights: it is faster, and its answers are noise.
+model with 135 M parameters made by `streamrag demo-model`. It records what is retrieved for each question, gives it the
+timing of real retrieval (see `demo_timing.py`), shows the first question as it happens, and then does what
+`streamrag compare --trace` does: it asks in pairs until the intervals are narrow or time is over. Ctrl-C ends it, and
+keeps what was measured. With `--tiny` the model is a small Llama with random weights: it is faster, and its answers are
+noise.
 """
 
 import argparse
@@ -14,39 +15,24 @@ import asyncio
 import json
 import os
 import re
-import statistics
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-from demo_ahead import CRAWL_S, AheadPair, DraftDisplay, ask_ahead
-from demo_comparison import (
-    BUSY_LOAD,
-    CONFIDENCE,
-    MEASURES,
-    MIN_PAIRS,
-    Interval,
-    OthersLoad,
-    Pair,
-    ask_pair,
-    ask_pairs,
-    intervals,
-)
-from demo_site import MEDIAN_LATENCY_S
-from demo_timeline import QueryRow, draw_timeline
-from rich.box import SIMPLE_HEAD
+from demo_ahead import AheadPair, DraftDisplay, ask_ahead
+from demo_timing import CRAWL, SEARCH, as_on_the_web, as_with_a_hosted_reranker
 from rich.console import Console
-from rich.table import Table
 
 from streamrag import (
+    CrawlOptions,
     DelayedUpdates,
     HybridSource,
     Pipeline,
     PromptTemplate,
+    QueryOptions,
     ReplaySource,
     SamplingParams,
     Source,
@@ -73,6 +59,13 @@ from streamrag.telemetry import (
     QueryEvent,
     RetrievalCutShort,
 )
+from streamrag.testing import ScriptedBackend
+from streamrag.trace import Trace, read_trace, write_trace
+from streamrag_bench.compare.others_load import OthersLoad
+from streamrag_bench.compare.pairs import FIRST_TOKEN, MIN_ROUNDS, AskedPair, ComparedGroup, ask_at_once, ask_rounds
+from streamrag_bench.compare.picture import QueryRow, draw_queries
+from streamrag_bench.compare.report import make_table
+from streamrag_bench.compare.words import verdict, why_unclear
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = (
@@ -106,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
         help="pairs to measure per source; by default until the intervals are narrow",
     )
     parser.add_argument(
-        "--minutes", type=float, default=2.0, metavar="M", help="per source, after which no pair begins (2)"
+        "--minutes", type=float, default=1.5, metavar="M", help="per source, after which no pair begins (1.5)"
     )
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of an answer, at most (64)")
     parser.add_argument("--out", type=Path, default=ROOT / ".demo", metavar="FOLDER", help="where to put what is made")
@@ -152,90 +145,93 @@ async def serve(site: Path) -> AsyncIterator[str]:
         await server.wait()
 
 
-@dataclass(frozen=True)
-class Group:
-    """What was measured of one source."""
-
-    live: Pair
-    """The first question, with the retrieval itself."""
-    pairs: list[Pair]
-    """Questions with the recorded retrieval."""
-
-
-async def compare(
-    name: str, source: Source, backend: VllmBackend, arguments: argparse.Namespace, groups: dict[str, Group]
-) -> None:
-    """Show one question live, record the retrieval of all, and ask them both ways with the recorded retrieval.
-
-    groups: the group is added here before its pairs are measured.
-    """
-    questions = [*(arguments.ask or QUESTIONS)][: arguments.queries]
-    params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.tiny)
-    template = PromptTemplate() if arguments.model else TEMPLATE
-    trace = arguments.out / f"{name}.jsonl"
-    trace.unlink(missing_ok=True)
-    options: dict[str, Any] = {"owns_source": False, "owns_backend": False, "template": template}
-    async with Pipeline(source, backend, **options) as pipeline:
-        live = await ask_pair(
-            pipeline, backend, questions[0], params, max_context_tokens=MAX_CONTEXT_TOKENS, on_event=show
-        )
-    groups[name] = Group(live, pairs := [])
-    console.print(f"1. {live.question}\n   {seconds_of(live)}")
-    print_answer(live.answers[0])
-    async with Pipeline(source, backend, recorder=TraceRecorder(trace), **options) as pipeline:
-        for number, question in enumerate(questions):
-            with console.status(f"recording the retrieval of question {number + 1} of {len(questions)}"):
-                stream = pipeline.stream(
-                    question, params=SamplingParams(max_tokens=1), overlap=False, max_context_tokens=MAX_CONTEXT_TOKENS
-                )
+async def record(source: Source, questions: Sequence[str], path: Path) -> Trace:
+    """What the source retrieves for the questions, recorded in a new file."""
+    async with Pipeline(source, ScriptedBackend(), recorder=TraceRecorder(path)) as pipeline:
+        for question in (questions[0], *questions):  # only the second search knows how long one takes
+            async with pipeline.stream(question) as stream:
                 async for _ in stream:
                     pass
-    with console.status("asking both ways, with the recorded retrieval") as status:
-        async with Pipeline(ReplaySource(trace), backend, **options) as pipeline:
-            asked = ask_pairs(
+    trace = read_trace(path)
+    return replace(trace, queries=trace.queries[1:])
+
+
+async def record_all(arguments: argparse.Namespace, questions: Sequence[str]) -> None:
+    """Record a crawl and a search of each question, with the timing of real ones unless the site or index is real."""
+    out: Path = arguments.out
+    for name in ("crawl", "search"):
+        (out / f"{name}.jsonl").unlink(missing_ok=True)
+    async with AsyncExitStack() as stack:
+        url = arguments.url or await stack.enter_async_context(serve(out / "site"))
+        options = CrawlOptions(max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
+        crawl = WebSource([url], options)
+        index = arguments.index or out / "index"
+        search = HybridSource(index, k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES)
+        with console.status(f"crawling {url}"):
+            pages = await record(crawl, questions, out / "crawl.jsonl")
+        with console.status(f"searching {index}"):
+            ranking = await record(DelayedUpdates(search, LEAD_S), questions, out / "search.jsonl")
+    write_trace(pages if arguments.url else as_on_the_web(pages), out / "crawl.jsonl", overwrite=True)
+    ranking = ranking if arguments.index else as_with_a_hosted_reranker(ranking)
+    write_trace(ranking, out / "search.jsonl", overwrite=True)
+
+
+async def compare(group: ComparedGroup, backend: VllmBackend, arguments: argparse.Namespace) -> None:
+    """Ask both ways with the recorded retrieval, show the first question as it happens, and print the answers."""
+    questions = questions_of(arguments)
+    trace = arguments.out / f"{group.name}.jsonl"
+    options = options_of(arguments)
+    async with Pipeline(ReplaySource(trace, delay=0.01), backend, owns_backend=False) as pipeline:
+        await ask_at_once(pipeline, questions[:1], options)  # the first query of an engine takes longer
+    console.print(f"1. {questions[0]}")
+    async with Pipeline(ReplaySource(trace), backend, owns_backend=False) as pipeline:
+        with console.status("asking both ways") as status:
+            async for (pair,) in ask_rounds(
                 pipeline,
-                backend,
                 questions,
-                params,
-                max_context_tokens=MAX_CONTEXT_TOKENS,
+                options,
+                group,
                 most_s=60 * arguments.minutes,
-                most_pairs=arguments.queries,
-            )
-            async for pair in asked:
-                pairs.append(pair)
-                status.update(f"{pair.question} {seconds_of(pair)}")
-    for pair in pairs[1 : len(questions)]:
-        console.print(f"{questions.index(pair.question) + 1}. {pair.question}\n   {seconds_of(pair)}")
+                most_rounds=arguments.queries,
+                on_event=show,
+            ):
+                status.update(f"pair {len(group.rounds)}: {seconds_of(pair)}")
+    for number, pair in enumerate(group.pairs[: len(questions)]):
+        console.print(f"{number + 1}. {pair.question}\n   {seconds_of(pair)}")
         print_answer(pair.answers[0])
 
 
-async def show_ahead(crawl: Group, backend: VllmBackend, arguments: argparse.Namespace, ahead: list[AheadPair]) -> None:
-    """Repeat the recorded crawl of the last question slowly, with drafts of its answer and without."""
-    recorded = crawl.pairs[: len(arguments.ask or QUESTIONS)]
-    factor = max(CRAWL_S / recorded[-1].answers[0].timings.retrieval_s, 1.0)
+def questions_of(arguments: argparse.Namespace) -> Sequence[str]:
+    return [*(arguments.ask or QUESTIONS)][: arguments.queries]
+
+
+def options_of(arguments: argparse.Namespace) -> QueryOptions:
+    return {
+        "params": SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.tiny),
+        "max_context_tokens": MAX_CONTEXT_TOKENS,
+        "template": PromptTemplate() if arguments.model else TEMPLATE,
+    }
+
+
+async def show_ahead(
+    crawl: ComparedGroup, backend: VllmBackend, arguments: argparse.Namespace, ahead: list[AheadPair]
+) -> None:
+    """Repeat the crawl of the last question with drafts of its answer."""
+    pair = crawl.pairs[: len(questions_of(arguments))][-1]
     console.rule("[bold]answers ahead", align="left")
     console.print(
-        f"The crawl of question {len(recorded)} again, {factor:.1f} times as slow, as long as real ones. The engine "
-        "has time, and drafts the answer from the pages so far. It is grey until it is verified: later pages may "
-        "change it, and then nothing is gained. docs/answer-ahead.md says how often."
+        f"The crawl of the question {pair.question!r} again. The engine has time, and drafts the answer from the pages "
+        "so far. It is grey until it is verified: later pages may change it, and then nothing is gained. "
+        "docs/answer-ahead.md says how often."
     )
-    source = ReplaySource(arguments.out / "crawl.jsonl", delay=factor)
-    params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.tiny)
-    async with Pipeline(source, backend, owns_backend=False, template=TEMPLATE) as pipeline:
+    source = ReplaySource(arguments.out / "crawl.jsonl")
+    async with Pipeline(source, backend, owns_backend=False) as pipeline:
         with DraftDisplay(console, printable) as display:
-            pair = await ask_ahead(
-                pipeline,
-                backend,
-                recorded[-1].question,
-                params,
-                max_context_tokens=MAX_CONTEXT_TOKENS,
-                on_event=display.show,
-            )
-    ahead.append(pair)
-    console.print(f"   {pair.outcome()}", soft_wrap=True)
+            ahead.append(await ask_ahead(pipeline, backend, pair, options_of(arguments), display.show))
+    console.print(f"   {ahead[-1].outcome()}", soft_wrap=True)
 
 
-def seconds_of(pair: Pair) -> str:
+def seconds_of(pair: AskedPair) -> str:
     streaming, waiting = (answer.timings.ttft_after_retrieval_s for answer in pair.answers)
     return f"first token after retrieval: streaming {streaming:.2f} s, not streaming {waiting:.2f} s"
 
@@ -283,87 +279,24 @@ def printable(line: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
-def print_table(groups: dict[str, Group]) -> None:
-    """Print how many times as fast streaming is, with intervals, and whether the answers are the same."""
-    title = "Streaming against not streaming: median seconds of pairs with the same retrieval"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "to the"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("streaming", "not", "ratio", f"{CONFIDENCE:.0%} interval", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, group in groups.items():
-        for measure, (low, middle, high) in intervals(group.pairs).items():
-            both = [[measure(answer.timings) for answer in pair.answers] for pair in group.pairs]
-            streaming, waiting = (statistics.median(column) for column in zip(*both, strict=True))
-            cells = (f"{streaming:.2f}", f"{waiting:.2f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}")
-            table.add_row(name, MEASURES[measure], *cells, Interval(low, middle, high).verdict)
-    console.print(table)
-    console.print("ratio: how many times as fast streaming is, as a geometric mean of the pairs")
-    for name, group in groups.items():
-        pairs = group.pairs
-        live = ", ".join(f"{group.live.ratio(measure):.2f}" for measure in MEASURES)
-        console.print(
-            f"{name}: {len(pairs)} pair{'s' * (len(pairs) != 1)}; the same ratios of the live pair, with retrieval "
-            f"itself: {live}"
-        )
-        same = [pair for pair in pairs if len({answer.citations for answer in pair.answers}) == 1]
-        num_equal = sum(len({answer.token_ids for answer in pair.answers}) == 1 for pair in same)
-        num_updates = [sum(isinstance(event, ContextChanged) for event in pair.streaming) - 1 for pair in pairs]
-        num_tokens = statistics.median(pair.answers[0].num_prompt_tokens for pair in pairs)
-        num_invalidated = sum(pair.answers[0].num_invalidated for pair in pairs)
-        console.print(
-            f"{name}: prompts of {num_tokens:.0f} tokens (median), {_from_to(num_updates)} of context, "
-            f"{num_invalidated} tokens invalidated in all; the context was the same both ways in {len(same)} of "
-            f"{len(pairs)} pairs, and the answers have the same tokens in {num_equal} of those"
-        )
-
-
-def warn_if_busy(load: float, tense: str) -> None:
-    if load > BUSY_LOAD:
-        console.print(
-            f"[yellow]Other programs {tense} {load:.0%} of this machine's cores busy: do not rely on these times. Run "
-            "the demo again on a quiet machine."
-        )
-
-
-def _from_to(counts: list[int]) -> str:
-    least, most = min(counts), max(counts)
-    return f"{least} to {most} changes" if least < most else f"{most} change{'s' * (most != 1)}"
-
-
-def save(out: Path, groups: dict[str, Group], ahead: list[AheadPair], others_share: float) -> None:
+def save(out: Path, groups: Sequence[ComparedGroup], ahead: list[AheadPair], others_share: float) -> None:
     """The timeline picture, and the numbers behind it, with the share of the cores that other programs kept busy."""
     rows = [
         (
-            name,
+            group.name,
             [
-                QueryRow(f"{number or 'live'} {arm}", events)
-                for number, pair in enumerate([group.live, *group.pairs[:MIN_PAIRS]])
+                QueryRow(f"{number + 1} {arm}", events)
+                for number, pair in enumerate(group.pairs[:MIN_ROUNDS])
                 for arm, events in (("not streaming", pair.waiting), ("streaming", pair.streaming))
             ],
         )
-        for name, group in groups.items()
+        for group in groups
     ]
     for pair in ahead:
         row = [QueryRow("without drafts", pair.without), QueryRow("with drafts", pair.ahead)]
-        rows.append(("a slow crawl, both streaming", row))
-    draw_timeline(out / "timeline.png", rows, title="From the query to the answer, with and without streaming")
-    results: dict[str, Any] = {
-        name: [
-            {
-                "question": pair.question,
-                "arm": arm,
-                **asdict(answer.timings),
-                "num_prompt_tokens": answer.num_prompt_tokens,
-                "text": answer.text,
-                "token_ids": answer.token_ids,
-                "sources": [citation.uri for citation in answer.citations],
-            }
-            for pair in group.pairs
-            for arm, answer in zip(("streaming", "not streaming"), pair.answers, strict=True)
-        ]
-        for name, group in groups.items()
-    }
+        rows.append(("a crawl, both streaming", row))
+    draw_queries(rows, title="From the query to the answer, with and without streaming").savefig(out / "timeline.png")
+    results: dict[str, Any] = {group.name: [row for pair in group.pairs for row in pair.rows()] for group in groups}
     if ahead:
         results["answers ahead"] = ahead[0].rows
     results["share of cores kept busy by others"] = others_share
@@ -372,59 +305,49 @@ def save(out: Path, groups: dict[str, Group], ahead: list[AheadPair], others_sha
         console.print(f"{what}: {os.path.relpath(out / name)}", soft_wrap=True)
 
 
-async def run(arguments: argparse.Namespace, groups: dict[str, Group], ahead: list[AheadPair]) -> None:
-    """Measure both sources, and add their groups; then show an answer ahead, and add its pair."""
-    out: Path = arguments.out
-    index = arguments.index or out / "index"
+async def run(arguments: argparse.Namespace, groups: Sequence[ComparedGroup], ahead: list[AheadPair]) -> None:
+    """Record the retrieval of both sources, and measure both groups; then show an answer ahead, and add its pair."""
+    await record_all(arguments, questions_of(arguments))
+    # In float32 the answers of both arms are equal to the token, in whatever pieces their prompts were prefilled,
+    # but for ties within rounding, which few layers keep rare: see "Exactness" in docs/backends.md.
+    backend = VllmBackend(
+        arguments.model or arguments.out / "model",
+        max_model_len=MAX_MODEL_LEN,
+        engine_args={"dtype": "auto" if arguments.model else "float32"},
+        answer_ahead=arguments.model is None,  # not every model can, and on a GPU it has a price
+    )
     async with AsyncExitStack() as stack:
-        url = arguments.url
-        if url is None:
-            url = await stack.enter_async_context(serve(out / "site"))
-            console.print(f"serving the site at {url}, with a median latency of {MEDIAN_LATENCY_S} s a page")
-        # In float32 the answers of both arms are equal to the token, in whatever pieces their prompts were prefilled,
-        # but for ties within rounding, which few layers keep rare: see "Exactness" in docs/backends.md.
-        backend = VllmBackend(
-            arguments.model or out / "model",
-            max_model_len=MAX_MODEL_LEN,
-            engine_args={"dtype": "auto" if arguments.model else "float32"},
-            answer_ahead=arguments.model is None,  # not every model can, and on a GPU it has a price
-        )
-        crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
-        search = DelayedUpdates(
-            HybridSource(index, k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES), LEAD_S
-        )
         with console.status("starting") as status:
-            for part in (backend, crawl, search):
-                stack.push_async_callback(part.aclose)
-            await asyncio.gather(*(part.start(status.update) for part in (backend, crawl, search)))
-        for name, source, what in (
-            ("crawl", crawl, "Pages append to the context."),
-            (
-                "search",
-                search,
-                "Keywords, then vectors, then a reranker update the context, each when it knows better. The first "
-                "question shows all of it; then it is known how long a search takes, and only what comes near its end "
-                "is sent. The pairs repeat the recorded search: its reranker takes no cores then.",
-            ),
-        ):
-            console.rule(f"[bold]{name}", align="left")
-            console.print(what)
-            await compare(name, source, backend, arguments, groups)
+            stack.push_async_callback(backend.aclose)
+            await backend.start(status.update)
+        for group, what, is_own in zip(groups, (CRAWL, SEARCH), (arguments.url, arguments.index), strict=True):
+            console.rule(f"[bold]{group.name}", align="left")
+            console.print("Recorded before, and replayed at the recorded times." if is_own else what)
+            await compare(group, backend, arguments)
         if arguments.model is None:
-            await show_ahead(groups["crawl"], backend, arguments, ahead)
+            await show_ahead(groups[0], backend, arguments, ahead)
 
 
 def print_results(
-    arguments: argparse.Namespace, groups: dict[str, Group], ahead: list[AheadPair], others: OthersLoad
+    arguments: argparse.Namespace, groups: Sequence[ComparedGroup], ahead: list[AheadPair], others_share: float
 ) -> None:
     """Print and save what was measured."""
-    measured = {name: group for name, group in groups.items() if group.pairs}
+    measured = [group for group in groups if group.rounds]
     if not measured:
         return
     console.rule("[bold]results", align="left")
-    print_table(measured)
-    others_share = others.share()
-    warn_if_busy(others_share, "kept")
+    console.print(
+        "Median seconds to the first token, of pairs with the same retrieval, and how many times as fast streaming is:"
+    )
+    console.print(make_table(measured, FIRST_TOKEN))
+    remedy = f"run .venv/bin/python examples/demo.py --minutes {2 * arguments.minutes:g}"
+    if unclear := why_unclear(measured, others_share, FIRST_TOKEN, remedy):
+        console.print(f"[yellow]{unclear}")
+    for group in measured:
+        _, *sentences = verdict(group)  # the first one has the figures of the table
+        console.print(f"[bold]{group.name}[/], {len(group.rounds)} pair{'s' * (len(group.rounds) != 1)}:")
+        for sentence in sentences:
+            console.print(f"- {sentence}")
     save(arguments.out, measured, ahead, others_share)
     if arguments.model:
         console.print(
@@ -432,20 +355,19 @@ def print_results(
         )
     if arguments.tiny:
         console.print("The model has random weights: its answers are noise. --model, --url and --index take real ones.")
+    console.print("The same with your questions, source and model: streamrag compare --help", highlight=False)
 
 
 def main() -> int:
     try:
         arguments = parse_arguments()
-        warn_if_busy(psutil.cpu_percent(interval=1) / 100, "keep")
         prepare(arguments)
-        groups: dict[str, Group] = {}
-        ahead: list[AheadPair] = []
+        groups, ahead = (ComparedGroup("crawl"), ComparedGroup("search")), list[AheadPair]()
         others = OthersLoad()
         try:
             asyncio.run(run(arguments, groups, ahead))
         finally:  # also what was measured before Ctrl-C
-            print_results(arguments, groups, ahead, others)
+            print_results(arguments, groups, ahead, others.share())
     except StreamRagError as error:
         console.print(f"[red]{type(error).__name__}:[/] {error}")
         return 1

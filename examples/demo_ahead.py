@@ -1,4 +1,4 @@
-"""The last part of `demo.py`: a slow crawl whose answer is drafted while it runs, and one whose answer is not."""
+"""The last part of `demo.py`: a crawl whose answer is drafted while it runs."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -7,11 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from streamrag import Pipeline, SamplingParams, VllmBackend
+from streamrag import Pipeline, QueryOptions, VllmBackend
 from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, DraftChanged, QueryEvent
-
-CRAWL_S = 8.7
-"""Seconds that the recorded crawl is stretched to: the median of the crawls that arXiv 2604.16395 recorded."""
+from streamrag_bench.compare.pairs import AskedPair
 
 Printable = Callable[[str], str]
 
@@ -57,24 +55,18 @@ class AheadPair:
 async def ask_ahead(
     pipeline: Pipeline,
     backend: VllmBackend,
-    question: str,
-    params: SamplingParams,
-    *,
-    max_context_tokens: int,
+    without: AskedPair,
+    options: QueryOptions,
     on_event: Callable[[QueryEvent], object],
 ) -> AheadPair:
-    """Ask both ways, each time with an empty prefix cache; `on_event` is called with each event of the first."""
-    events: dict[bool, list[QueryEvent]] = {True: [], False: []}
-    for is_ahead in events:
-        await backend.reset_prefix_cache()
-        stream = pipeline.events(
-            question, params=params, overlap=True, answer_ahead=is_ahead, max_context_tokens=max_context_tokens
-        )
-        async for event in stream:
-            events[is_ahead].append(event)
-            if is_ahead:
-                on_event(event)
-    return AheadPair(events[True], events[False])
+    """Ask the question of a pair again with an empty prefix cache, and with an answer ahead of retrieval's end."""
+    await backend.reset_prefix_cache()
+    ahead = []
+    drafting: QueryOptions = {**options, "overlap": True, "answer_ahead": True}
+    async for event in pipeline.events(without.question, **drafting):
+        ahead.append(event)
+        on_event(event)
+    return AheadPair(ahead, without.streaming)
 
 
 class DraftDisplay:
@@ -109,7 +101,6 @@ class DraftDisplay:
                 self._print(event.at_s, "retrieval complete")
             case Answered(answer=answer):
                 self._print(event.at_s, f"answer: {answer.text}")
-                self._status.update("the same without drafts")
 
     def _print_draft(self) -> None:
         if self._draft is not None and self._draft.text != self._shown:

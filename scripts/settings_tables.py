@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from streamrag.serve.config.layers import SECTIONS
-from streamrag.serve.config.toml_text import toml_of
+from streamrag.serve.config.settings import toml_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "docs" / name for name in ("serve-settings.md", "serve-limits.md")]

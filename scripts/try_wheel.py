@@ -24,8 +24,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
-NOT_TRIED = {"dev"}
-"""Extras for those who work on streamrag."""
 
 UV = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
 ENVIRONMENT = dict(os.environ)
@@ -193,7 +191,7 @@ def try_ivf(python: str, wheel: Path, folder: Path) -> str:
 
 def extras_of(wheel: Path) -> Sequence[str]:
     told = run("unzip", "-p", wheel, "*/METADATA", cwd=ROOT)
-    return [name for name in re.findall(r"^Provides-Extra: (.+)$", told, re.MULTILINE) if name not in NOT_TRIED]
+    return re.findall(r"^Provides-Extra: (.+)$", told, re.MULTILINE)
 
 
 def left_to_do(root: Path) -> Iterator[str]:

@@ -241,14 +241,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def use_our_scheduler() -> None:
-    """Put our classes where tests that are imported later look for vLLM's."""
+    """Put our classes where tests that are imported later look for vLLM's, with the costs of steps left unknown.
+
+    Nothing computes in these tests: how long their steps take depends on what else the machine does, and so would the
+    lengths of ours.
+    """
     assert not any(name.startswith("tests.") for name in sys.modules), "vLLM's scheduler is in use already"
     import vllm.v1.core.sched.async_scheduler
     import vllm.v1.core.sched.diffusion_scheduler  # extends vLLM's
     import vllm.v1.core.sched.scheduler
 
     from streamrag.backends.vllm.scheduler.hooks import AsyncStreamingScheduler, StreamingScheduler
+    from streamrag.engine.step_size import StepCostEstimator
 
+    StepCostEstimator.at = lambda self, now_s: None  # type: ignore[method-assign]
     vllm.v1.core.sched.scheduler.Scheduler = StreamingScheduler
     vllm.v1.core.sched.async_scheduler.AsyncScheduler = AsyncStreamingScheduler
 

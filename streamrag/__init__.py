@@ -75,7 +75,8 @@ if TYPE_CHECKING:
     from streamrag.query.answer_stream import AnswerStream as AnswerStream
     from streamrag.query.answer_stream import EventStream as EventStream
     from streamrag.query.options import QueryOptions as QueryOptions
-    from streamrag.sources.crawl.search_engine import search_engine as search_engine
+    from streamrag.sources.crawl.options import CrawlOptions as CrawlOptions
+    from streamrag.sources.crawl.start_urls import search_engine as search_engine
     from streamrag.sources.crawl.web import WebSource as WebSource
     from streamrag.sources.generators import from_passages as from_passages
     from streamrag.sources.generators import from_rankings as from_rankings
@@ -90,11 +91,11 @@ if TYPE_CHECKING:
     from streamrag.sources.postgres.build import build_table as build_table
     from streamrag.sources.postgres.source import PgVectorSource as PgVectorSource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
+    from streamrag.sources.search.delayed_updates import DelayedUpdates as DelayedUpdates
     from streamrag.sources.search.hybrid import HybridSource as HybridSource
     from streamrag.sources.search.vector import IvfSource as IvfSource
     from streamrag.sources.search.vector import VectorSource as VectorSource
     from streamrag.sources.search.vector import index_source as index_source
-    from streamrag.sources.timing.delayed_updates import DelayedUpdates as DelayedUpdates
     from streamrag.telemetry import Answer as Answer
     from streamrag.trace.recorder import TraceRecorder as TraceRecorder
     from streamrag.trace.replay import ReplaySource as ReplaySource
@@ -120,9 +121,10 @@ _NAMES = {
     "streamrag.pipeline": "Pipeline",
     "streamrag.query.answer_stream": "AnswerStream EventStream",
     "streamrag.query.options": "QueryOptions",
-    "streamrag.sources.crawl.search_engine": "search_engine",
+    "streamrag.sources.crawl.options": "CrawlOptions",
+    "streamrag.sources.crawl.start_urls": "search_engine",
     "streamrag.sources.crawl.web": "WebSource",
-    "streamrag.sources.timing.delayed_updates": "DelayedUpdates",
+    "streamrag.sources.search.delayed_updates": "DelayedUpdates",
     "streamrag.sources.generators": "from_passages from_rankings",
     "streamrag.sources.hand_over.text_source": "Rewrite from_tokens",
     "streamrag.sources.index.build": "build_index",

@@ -46,7 +46,8 @@ __all__ = [
 
 
 OverlapWay: TypeAlias = Literal["immediate", "delayed", "none"]
-"""Prefill each context as it comes, only the newest shortly before retrieval ends, or only the complete one."""
+"""Prefill the text before the context at once and each context as it comes, only the newest context shortly before
+retrieval ends, or only the complete one."""
 
 
 @dataclass(frozen=True, slots=True)

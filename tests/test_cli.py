@@ -331,6 +331,6 @@ def test_overlap_is_chosen_as_in_a_pipeline(
 ) -> None:
     steps = [Append(Chunk("alpha", "a.md"))]
     monkeypatch.setattr("streamrag.cli.ask.make_source", lambda arguments: ScriptedSource(steps))
-    monkeypatch.setattr("streamrag.cli.ask._make_backend", lambda arguments: ScriptedBackend("ok"))
+    monkeypatch.setattr("streamrag.cli.ask.make_backend", lambda arguments: ScriptedBackend("ok"))
     assert main(["ask", "Why?", "--url", "http://127.0.0.1:1", "--model", "m", *options]) == 0
     assert shown in " ".join(capsys.readouterr().err.split())

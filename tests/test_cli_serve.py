@@ -220,7 +220,7 @@ def test_check_prints_what_holds(
         (("--model", "a", "--model.tokenizer", "b"), "option --model.tokenizer: is for model.server, which is not set"),
         (("--replicas", "2", "--model", "a", "--server", "http://a"), "option --replicas.number: is for an embedded"),
         (("--replicas", "2", "--replicas.router", "best"), "option --replicas.router: there is no router 'best'"),
-        (("--replicas", "2", "--replicas.max_number", "1"), "number=2 must be from min_number=None to max_number=1"),
+        (("--replicas", "2", "--replicas.max_number", "1"), "max_number=1 must be at least number=2"),
         (("--replicas.max_open", "8"), "option --replicas.max_open: is for replicas.number, which is not set"),
         (("--engine.lanes", "1"), "option --engine.lanes"),
         (("--engine.lanes", "1+1", "--replicas", "2"), "option --engine.lanes: is for engines of the service's own"),

@@ -26,7 +26,7 @@ RING = [
     {"backends/ray"},
     {"backends/replicas"},
     {"backends/simulated", "backends/tools", "routing"},
-    {"sources/crawl", "sources/hand_over", "sources/postgres", "sources/search", "sources/timing"},
+    {"sources/crawl", "sources/hand_over", "sources/postgres", "sources/search"},
     {"sources/index", "sources/pages"},
     {"sources/documents"},
     {"sources/http", "sources/workers"},
@@ -46,7 +46,7 @@ CORE = [
 ]
 """What the first page promises: it imports nothing of the ring."""
 
-MAX_CORE_LINES = 16_669
+MAX_CORE_LINES = 16_684
 
 LATE = {("pipeline", "sessions"), ("pipeline", "open_questions")}
 """The only imports of the ring in the core: inside functions, for who asks for them."""
@@ -56,7 +56,7 @@ SHARED_BY_PROCESS: dict[str, set[str]] = {
     "client": {"chunk_wire", "facts", "scheduler_options", "version"},
     "scheduler": {"chunk_wire", "copy_wire", "facts", "scheduler_options", "version"},
     "worker": {"copy_wire"},
-    "connector": {"host_size", "scheduler", "worker", "copy_wire", "scheduler_options"},  # vLLM's entry to both
+    "connector": {"facts", "scheduler", "worker", "copy_wire", "scheduler_options"},  # vLLM's entry to both
     "nixl_connector": set(),  # of decode lanes, which run vLLM's own scheduler and workers
     "scheduler_options": {"chunk_wire"},
     "version": set(),

@@ -92,6 +92,7 @@ async def test_events_tell_the_whole_story_in_order() -> None:
     kinds = [type(event) for event in events if not isinstance(event, PrefillProgressed)]
     assert kinds == [
         RetrievalStarted,
+        ContextChanged,
         ChunkArrived,
         ChunkArrived,
         ContextChanged,
@@ -105,9 +106,10 @@ async def test_events_tell_the_whole_story_in_order() -> None:
         Answered,
     ]
     assert [event.at_s for event in events] == sorted(event.at_s for event in events)
-    first, second, complete = (event for event in events if isinstance(event, ContextChanged))
-    assert [event.chunks for event in (first, second, complete)] == [(A, B), (A, C), (A, C)]
-    assert (first.num_shared, first.num_invalidated) == (0, 0)
+    head, first, second, complete = (event for event in events if isinstance(event, ContextChanged))
+    assert [event.chunks for event in (head, first, second, complete)] == [(), (A, B), (A, C), (A, C)]
+    assert (head.num_shared, head.num_invalidated) == (0, 0)
+    assert (first.num_shared, first.num_invalidated) == (head.num_tokens, 0)
     assert second.num_shared + second.num_invalidated == first.num_tokens
     assert second.num_invalidated > len("beta")
     assert (complete.num_shared, complete.num_invalidated) == (second.num_tokens, 0)
@@ -128,9 +130,9 @@ async def test_overlap_does_not_change_the_final_prompt_only_when_the_backend_he
             _ = [chunk async for chunk in pipeline.stream("Why?", overlap=not overlap)]
     streaming, waiting, waiting_too, streaming_too = backend.prompts
     assert (streaming_too, waiting_too) == (streaming, waiting)
-    assert [len(streaming), len(waiting)] == [4, 1]
+    assert [len(streaming), len(waiting)] == [5, 1]
     assert streaming[-1].token_ids == waiting[-1].token_ids
-    assert [prompt.is_complete for prompt in streaming] == [False, False, False, True]
+    assert [prompt.is_complete for prompt in streaming] == [False, False, False, False, True]
     assert waiting[0].is_complete
 
 

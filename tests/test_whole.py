@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
+import anyio
 import pytest
 import pytest_asyncio
 
@@ -16,6 +17,7 @@ from streamrag import (
     AnswerStream,
     Append,
     Chunk,
+    CrawlOptions,
     Pipeline,
     SamplingParams,
     Turn,
@@ -25,6 +27,7 @@ from streamrag import (
     from_tokens,
 )
 from streamrag.cli.conversation import ChatHistory
+from streamrag.errors import SourceError
 from streamrag.query.answer_stream import EventStream
 from streamrag.sources.index.build import build_index
 from streamrag.telemetry import (
@@ -33,6 +36,7 @@ from streamrag.telemetry import (
     ContextChanged,
     ContextComplete,
     DocumentSkipped,
+    PrefillProgressed,
     QueryEvent,
     RetrievalStarted,
     TokensGenerated,
@@ -88,7 +92,7 @@ async def site() -> AsyncIterator[Website]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def web(site: Website) -> AsyncIterator[WebSource]:
-    source = WebSource(lambda query: [site.url(query.split()[-1])], allow_private=True, num_workers=1)
+    source = WebSource(lambda query: [site.url(query.split()[-1])], CrawlOptions(allow_private=True, num_workers=1))
     await source.start(print)
     try:
         yield source
@@ -174,6 +178,38 @@ async def test_the_text_that_one_model_writes_gives_the_answer_of_the_whole_text
         assert streaming.record is not None
         assert len(streaming.record.chunks) > 5
         await nothing_is_left(writer, backend, site, before)
+
+
+async def test_the_head_is_computed_before_the_first_passage_arrives_and_the_answer_is_the_same(
+    backend: VllmBackend, site: Website
+) -> None:
+    before = tasks()
+    history = [Turn("user", page(3)), Turn("assistant", page(4))]
+    answers = []
+    for overlap in (True, False):
+        assert await backend.reset_prefix_cache()
+        may_find = anyio.Event()
+        source = ScriptedSource([may_find, Append(Chunk(page(1), "printer"))])
+        async with Pipeline(source, backend, owns_backend=False) as pipeline:
+            async with pipeline.events(QUERY, history=history, params=PARAMS, overlap=overlap) as events:
+                async for event in events:
+                    if isinstance(event, PrefillProgressed) or not overlap:
+                        may_find.set()
+        answers.append(events.result)
+    streaming, waiting = answers
+    assert streaming.token_ids == waiting.token_ids
+    assert streaming.num_invalidated == 0
+    assert streaming.record is not None
+    head, passage, complete = streaming.record.chunks
+    assert head.num_tokens > 500
+    assert passage.num_computed == head.num_tokens - 1, "the last token of a partial prompt is hidden"
+    assert passage.num_shared == head.num_tokens
+    assert complete.num_tokens == waiting.num_prompt_tokens
+    failing = ScriptedSource([0.05, OSError("refused")])
+    async with Pipeline(failing, backend, owns_backend=False, overlap=True) as pipeline:
+        with pytest.raises(SourceError, match="refused"):
+            _ = [chunk async for chunk in pipeline.stream(QUERY, history=history)]
+        await nothing_is_left(pipeline, backend, site, before)
 
 
 PHASES = {

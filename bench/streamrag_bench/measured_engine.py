@@ -15,12 +15,11 @@ import anyio.to_thread
 
 from streamrag.backends.tokenizer import local_model_path
 from streamrag.backends.vllm.client.arguments import scheduler_args
-from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
+from streamrag.backends.vllm.client.calls import ask_engine, request_outputs, vllm_model_errors_translated
 from streamrag.backends.vllm.client.processes import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.backends.vllm.client.stats import MeasuredStep as MeasuredStep
 from streamrag.backends.vllm.client.token_streams import TokenStream, TokenStreams, record_of
-from streamrag.backends.vllm.client.vllm_errors import vllm_model_errors_translated
 from streamrag.backends.vllm.facts import EngineFacts, engine_facts
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.core import AnswerChunk, Hint, Prompt, SamplingParams

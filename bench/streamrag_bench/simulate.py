@@ -14,8 +14,8 @@ from typing import Any
 from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.virtual_time import DeadlockError, run_virtual
-from streamrag.backends.vllm.host_size import MOST_TIMES_DEVICE
-from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
+from streamrag.backends.vllm.facts import MOST_TIMES_DEVICE
+from streamrag.backends.vllm.scheduler.host_memory.costs import parts_of
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.errors import ConfigurationError

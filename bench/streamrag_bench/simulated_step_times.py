@@ -11,8 +11,7 @@ from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 from streamrag.engine.costs.copy_costs import CopyCosts
-from streamrag.engine.costs.step_parts import StepPart
-from streamrag.engine.costs.step_profiles import StepProfile, TableProfile
+from streamrag.engine.costs.step_profiles import StepPart, StepProfile, TableProfile
 from streamrag.errors import ConfigurationError
 from streamrag_bench.cell import CopyResult, CopyTotals
 

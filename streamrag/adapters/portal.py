@@ -15,7 +15,15 @@ from contextlib import AsyncExitStack, aclosing, closing, suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from streamrag.adapters.portal_tasks import CLOSED, END, Reading, Tenant, current_loop, end_dropped, start_loop_thread
+from streamrag.adapters.portal_tasks import (
+    CLOSED,
+    END,
+    PortalResource,
+    Reading,
+    current_loop,
+    end_dropped,
+    start_loop_thread,
+)
 from streamrag.core import Source
 from streamrag.core.lifecycle import start_all
 from streamrag.errors import ConfigurationError, PipelineClosedError
@@ -50,9 +58,9 @@ def claim_loop(pipeline: Pipeline, loop: asyncio.AbstractEventLoop) -> asyncio.A
 
 
 class LoopPortal:
-    """A portal that runs calls in the event loop of its tenant, which `start` starts and `aclose` stops in that loop.
+    """A portal that runs calls in the event loop of its resource, which `start` starts and `aclose` stops in that loop.
 
-    The loop is the one that `running_in` returns, if the tenant was started elsewhere and is closed there too; or that
+    The loop is the one that `running_in` returns, if the resource was started elsewhere and is closed there; or that
     of the first caller of `settle`. Otherwise the first call starts a thread with its own loop, which ends with `close`
     or when the portal is garbage-collected. `claim` resolves races between several first callers: it returns the
     winner's loop. Calls in a forked process raise `PipelineClosedError`.
@@ -66,7 +74,7 @@ class LoopPortal:
         running_in: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None,
         claim: Callable[[asyncio.AbstractEventLoop], asyncio.AbstractEventLoop] = lambda loop: loop,
     ) -> None:
-        self._tenant = Tenant(start, aclose)
+        self._resource = PortalResource(start, aclose)
         self._running_in = running_in
         self._claim = claim
         self._guard = threading.RLock()  # reentrant: a garbage-collected generator takes it in any thread
@@ -99,11 +107,11 @@ class LoopPortal:
         return cls(start, started.aclose)
 
     def start(self) -> None:
-        """Start the tenant, in a thread with its own loop unless it has a loop already."""
+        """Start the resource, in a thread with its own loop unless it has a loop already."""
         self.run(_do_nothing)
 
     async def settle(self) -> None:
-        """Start the tenant and wait, unless it is started; in this loop, unless the tenant or the portal has another.
+        """Start the resource and wait, unless it is started; in this loop, unless resource or portal has another.
 
         :raises PipelineClosedError: the portal has been closed, or its loop has ended or is blocked.
         """
@@ -116,7 +124,7 @@ class LoopPortal:
         await self.arun(_do_nothing)
 
     def close(self) -> None:
-        """Stop all iterations for good, and the tenant if the portal started it, and wait for their end. Idempotent.
+        """Stop all iterations for good, and the resource if the portal started it, and wait for their end. Idempotent.
 
         If the loop has ended, or in a forked process, nothing is stopped.
 
@@ -145,7 +153,7 @@ class LoopPortal:
             return await anext(results)
 
     def iterate(self, make: Callable[[], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
-        """Start the tenant if necessary, create an async generator with `make()` in its loop, and yield the items.
+        """Start the resource if necessary, create an async generator with `make()` in its loop, and yield the items.
 
         At the end, or when closed, close the async generator, and wait for that unless the loop cannot run it.
 
@@ -154,7 +162,7 @@ class LoopPortal:
         """
         loop = self._open_loop()
         _check_not_in(loop)
-        reading = Reading(self._tenant, make)
+        reading = Reading(self._resource, make)
         waits = True
         try:
             while (item := _wait_for(self._submit(loop, reading.next), loop)) is not END:
@@ -173,7 +181,7 @@ class LoopPortal:
         """Iterate like `iterate` without blocking, also in the portal's own loop. Cancelling cancels the generator."""
         loop = self._open_loop()
         is_here = asyncio.get_running_loop() is loop
-        reading = Reading(self._tenant, make)
+        reading = Reading(self._resource, make)
         waits = True
         try:
             while True:
@@ -202,9 +210,9 @@ class LoopPortal:
             raise PipelineClosedError(FORKED)
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop of the tenant or portal; without one, start a thread's, or return that of a faster caller.
+        """Return the loop of the resource or portal; without one, start a thread's, or return that of a faster caller.
 
-        Raises as `_check_open`. The thread ends with the tenant, at the latest when the portal is garbage-collected.
+        Raises as `_check_open`. The thread ends with the resource, at the latest when the portal is garbage-collected.
         """
         self._check_open()
         with self._guard:
@@ -214,10 +222,10 @@ class LoopPortal:
             if (loop := self._claim(own)) is not own:  # another caller won the race
                 own.call_soon_threadsafe(stop)
                 return loop
-            self._tenant.on_ended = stop
+            self._resource.on_ended = stop
             self._process_id = os.getpid()
             self._loop = own
-            weakref.finalize(self, end_dropped, self._tenant, own, os.getpid())
+            weakref.finalize(self, end_dropped, self._resource, own, os.getpid())
             return own
 
     def _submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
@@ -225,11 +233,11 @@ class LoopPortal:
         self._check_process()
         with self._guard:  # work that is submitted before `_begin_end` still runs
             if not self._is_closed and loop.is_running():
-                return self._tenant.submit(loop, work)
+                return self._resource.submit(loop, work)
         raise PipelineClosedError(CLOSED)
 
     def _begin_end(self) -> "tuple[Future[None], asyncio.AbstractEventLoop] | None":
-        """Close the portal for good, and begin to stop its iterations, and the tenant if the portal started it.
+        """Close the portal for good, and begin to stop its iterations, and the resource if the portal started it.
 
         Return the end's future and its loop, the same at each call, unless Ctrl-C cancelled the end before it began.
         Return None if there is no end yet and no running loop. Raises PipelineClosedError in a forked process.
@@ -242,7 +250,8 @@ class LoopPortal:
                 if loop is None or not loop.is_running():
                     return None
                 is_started_here = self._loop is not None
-                self._end = self._tenant.submit(loop, self._tenant.end if is_started_here else self._tenant.end_reads)
+                end = self._resource.end if is_started_here else self._resource.end_reads
+                self._end = self._resource.submit(loop, end)
             assert loop is not None
             return self._end, loop
 

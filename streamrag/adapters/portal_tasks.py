@@ -1,4 +1,4 @@
-"""The tasks in a portal's event loop: start and end of the tenant, iterations for other threads, and a loop thread."""
+"""The tasks in a portal's event loop: start and end of the resource, iterations for other threads, a loop thread."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ END: Any = object()
 """A sentinel for the end of an iteration."""
 
 
-class Tenant:
+class PortalResource:
     """A pipeline or a source in the loop: started once, on first use, and ended after all of its iterations."""
 
     def __init__(self, start: Callable[[], Awaitable[None]], aclose: Callable[[], Awaitable[None]]) -> None:
@@ -69,7 +69,7 @@ class Tenant:
         await asyncio.shield(self._starting)
 
     async def end(self) -> None:
-        """Stop all iterations, then a start in progress, and close the tenant, even if it has not been started.
+        """Stop all iterations, then a start in progress, and close the resource, even if it has not been started.
 
         Iterations or a start that do not stop in time are abandoned. Last, call `on_ended`, even after an error.
         """
@@ -97,8 +97,8 @@ class Reading(Generic[T]):
     `next` raises instead of returning `END`.
     """
 
-    def __init__(self, tenant: Tenant, make: Callable[[], AsyncGenerator[T, None]]) -> None:
-        self._tenant = tenant
+    def __init__(self, resource: PortalResource, make: Callable[[], AsyncGenerator[T, None]]) -> None:
+        self._resource = resource
         self._make = make
         self._task: asyncio.Task[None] | None = None
         self._is_requested = asyncio.Event()
@@ -114,8 +114,8 @@ class Reading(Generic[T]):
         self._is_requested.set()
         if self._task is None:
             self._task = asyncio.create_task(self._drive(), name="streamrag read")
-            self._tenant.reads.add(self._task)
-            self._task.add_done_callback(self._tenant.reads.discard)
+            self._resource.reads.add(self._task)
+            self._task.add_done_callback(self._resource.reads.discard)
             self._task.add_done_callback(lambda task: _copy_outcome(self._answer, task, END))
         return cast(T, await answer)
 
@@ -125,8 +125,8 @@ class Reading(Generic[T]):
             await end_or_leave(self._task, "streamrag read", at_most_s=END_S)
 
     async def _drive(self) -> None:
-        """Start the tenant, and give each item to the call of `next` that waits; drop it if that call is cancelled."""
-        await self._tenant.started()
+        """Start the resource; give each item to the call of `next` that waits, or drop it if that call is cancelled."""
+        await self._resource.started()
         async with aclosing(self._make()) as items:
             async for item in items:
                 self._is_requested.clear()
@@ -164,14 +164,14 @@ def start_loop_thread() -> tuple[asyncio.AbstractEventLoop, Callable[[], None]]:
     return ready.result()
 
 
-def end_dropped(tenant: Tenant, loop: asyncio.AbstractEventLoop, process_id: int) -> None:
-    """End the tenant and its loop's thread, unless the tenant is ending already, or this is a forked process.
+def end_dropped(resource: PortalResource, loop: asyncio.AbstractEventLoop, process_id: int) -> None:
+    """End the resource and its loop's thread, unless the resource is ending already, or this is a forked process.
 
     Wait for the end, at most `EXIT_S`, except in a thread that runs an event loop.
     """
-    if process_id == os.getpid() and not tenant.is_ending:  # a second end might not begin before the loop has stopped
+    if process_id == os.getpid() and not resource.is_ending:  # a second end might not begin before the loop has stopped
         with suppress(PipelineClosedError, TimeoutError):  # closed before, or too slow
-            ended = tenant.submit(loop, tenant.end)
+            ended = resource.submit(loop, resource.end)
             if current_loop() is None:
                 ended.exception(EXIT_S)
 

@@ -143,28 +143,38 @@ class HuggingFaceTokenizer:
         """
         if not self.whole.chat_template:
             return self.bos_text + plain_chat(turns)
-        has_system = any(turn.role == "system" for turn in turns)
-        return self._render(_fold_system(turns) if has_system and not self._keeps_order(turns) else turns)
-
-    def _keeps_order(self, turns: Sequence[Turn]) -> bool:
-        """Whether the template repeats the text of each turn once and in order."""
-        with suppress(ConfigurationError):
-            rendered = self._render([Turn(turn.role, f"@@turn-{number}@@") for number, turn in enumerate(turns)])
-            return re.findall(r"@@turn-(\d+)@@", rendered) == [str(number) for number in range(len(turns))]
-        return False
-
-    def _render(self, turns: Sequence[Turn]) -> str:
-        """Return `turns` in the chat template and the beginning of an answer; ConfigurationError if it refuses them."""
-        from jinja2 import TemplateError
-
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        if not self.keeps_system([turn.role for turn in turns]):
+            messages = fold_system(messages)
         try:
-            return str(self.whole.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except (TemplateError, TypeError, ValueError) as error:
+            return self.render(messages)
+        except (TypeError, ValueError) as error:
             roles = ", ".join(turn.role for turn in turns)
             raise ConfigurationError(
                 f"the chat template of {self._name} refuses turns of the roles {roles}: {error}"
             ) from error
+
+    def keeps_system(
+        self, roles: Sequence[str] = ("system", "user", "assistant", "user"), tools: Sequence[Any] = ()
+    ) -> bool:
+        """Whether no role is "system", or the template repeats the text of each turn of `roles` once and in order."""
+        if "system" not in roles:
+            return True
+        messages = [{"role": role, "content": f"@@turn-{number}@@"} for number, role in enumerate(roles)]
+        with suppress(TypeError, ValueError):
+            numbers = re.findall(r"@@turn-(\d+)@@", self.render(messages, tools))
+            return numbers == [str(number) for number in range(len(roles))]
+        return False
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
+        """Return `messages` in the chat template and the beginning of an answer; ValueError if it refuses them."""
+        from jinja2 import TemplateError
+
+        options = {"tokenize": False, "add_generation_prompt": True}
+        try:
+            return str(self.whole.apply_chat_template(messages, tools=tools or None, **options))
+        except (TemplateError, RecursionError) as error:
+            raise ValueError(str(error)) from error
 
 
 class CodePointTokenizer:
@@ -189,14 +199,14 @@ class CodePointTokenizer:
         return plain_chat(turns)
 
 
-def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns with all system texts in front of the first user turn's text, or as a new first user turn."""
-    texts = [turn.text for turn in turns if turn.role == "system"]
-    others = [turn for turn in turns if turn.role != "system"]
-    first = next((number for number, turn in enumerate(others) if turn.role == "user"), None)
+def fold_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with all system texts in front of the first user message, or as a new first user message."""
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    others = [dict(message) for message in messages if message["role"] != "system"]
+    first = next((message for message in others if message["role"] == "user"), None)
     if first is None:
-        return [Turn("user", "\n\n".join(texts)), *others]
-    others[first] = Turn("user", "\n\n".join([*texts, others[first].text]))
+        return [{"role": "user", "content": "\n\n".join(texts)}, *others]
+    first["content"] = "\n\n".join([*texts, first["content"]])
     return others
 
 

@@ -6,18 +6,15 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from streamrag.backends.openai import OpenAIBackend
-from streamrag.backends.vllm import SchedulerOptions, VllmBackend
-from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.cli.answer_display import print_sources, print_timings, watch
 from streamrag.cli.conversation import ChatHistory, converse
+from streamrag.cli.model_options import add_model_arguments, make_backend
 from streamrag.cli.output import Output
 from streamrag.cli.progress import shown_starting
 from streamrag.cli.source_options import add_source_arguments, make_source
-from streamrag.core import Backend, SamplingParams, Turn
-from streamrag.engine.policies import DEFAULT_POLICY
+from streamrag.core import SamplingParams, Turn
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
 from streamrag.query.options import QueryOptions
@@ -46,15 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "in quotes; without it, questions are read from the standard input"
     parser.add_argument("question", nargs="?", metavar="QUESTION", help=about)
     add_source_arguments(parser)
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", required=True, help="path or name of a model for vLLM, or its name at --server")
-    model.add_argument("--server", metavar="URL", help="use an OpenAI-compatible server instead of an embedded vLLM")
-    model.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer, for exact prompts with --server")
-    model.add_argument("--api-key", metavar="KEY", help="for --server (OPENAI_API_KEY in the environment)")
-    model.add_argument("--max-model-len", type=int, metavar="N", help="maximum tokens of prompt and answer together")
-    about = "how an embedded vLLM prefills partial prompts (streaming)"
-    model.add_argument("--strategy", choices=get_args(Strategy), help=about)
-    model.add_argument("--policy", metavar="NAME", help="scheduling policy of an embedded vLLM with streaming (srpf)")
+    add_model_arguments(parser)
     answer = parser.add_argument_group("answer")
     answer.add_argument("--system", metavar="TEXT", help="system text, instead of the default")
     about = "maximum tokens of the answer (%(default)s)"
@@ -84,7 +73,7 @@ async def _ask(arguments: argparse.Namespace) -> int:
     if is_conversation and sys.stdin is None:  # file descriptor 0 may be another file now
         raise ConfigurationError("the standard input is closed; give a QUESTION")
     with shown_starting(progress) as show:
-        backend = _make_backend(arguments)
+        backend = make_backend(arguments)
         pipeline = Pipeline(make_source(arguments), backend, overlap=arguments.overlap, on_progress=show)
         pipeline.events("?" if is_conversation else arguments.question, **options)  # check options before starting
         await pipeline.start()
@@ -121,30 +110,6 @@ def _query_options(arguments: argparse.Namespace) -> QueryOptions:
     if arguments.deadline is not None:
         options["deadline_s"] = arguments.deadline
     return options
-
-
-def _make_backend(arguments: argparse.Namespace) -> Backend:
-    """Return the backend, not started; raise ConfigurationError for an option of the other kind."""
-    if arguments.server is not None:
-        for option in ("strategy", "policy"):
-            if getattr(arguments, option) is not None:
-                raise ConfigurationError(f"--{option} is for an embedded vLLM, but --server was given")
-        return OpenAIBackend(
-            arguments.server,
-            arguments.model,
-            tokenizer=arguments.tokenizer,
-            api_key=arguments.api_key or os.environ.get("OPENAI_API_KEY"),
-            max_model_len=arguments.max_model_len,
-        )
-    for option in ("tokenizer", "api_key"):
-        if getattr(arguments, option) is not None:
-            raise ConfigurationError(f"--{option.replace('_', '-')} needs --server, which was not given")
-    return VllmBackend(
-        arguments.model,
-        scheduler=SchedulerOptions(policy=arguments.policy or DEFAULT_POLICY),
-        strategy=arguments.strategy or "streaming",
-        max_model_len=arguments.max_model_len,
-    )
 
 
 def as_json(answer: Answer) -> dict[str, Any]:

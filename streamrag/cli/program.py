@@ -24,6 +24,7 @@ COMMANDS = {
 """Help of each command. The module with the command's name defines its arguments and its `run`."""
 
 MEASURING_COMMANDS = {
+    "compare": "measure what streaming gains with your questions, your source and your model",
     "trace": "show or generate traces",
     "bench": "compare ways of serving a load, simulated or on the real engine",
     "advise": "say what streaming would save, from a log of retrieval",
@@ -39,6 +40,7 @@ examples:
   streamrag ask "How do I cancel a task group?" --url https://anyio.readthedocs.io --model ./Llama-3.1-8B-Instruct
   streamrag serve --demo
   streamrag index build ./handbook --out ./handbook-index
+  streamrag compare questions.txt --index ./handbook-index --model ./Llama-3.1-8B-Instruct
   streamrag record "Who approves travel?" --index ./handbook-index --output search.jsonl.gz
   streamrag bench simulate --workload search.jsonl.gz --qps 1,2,4
   streamrag doctor --server http://127.0.0.1:8000

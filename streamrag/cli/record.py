@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Record with a progress bar on stderr; return 1 if a retrieval failed. ConfigurationError without questions."""
-    questions = [*arguments.question, *_questions_in(arguments.questions)]
+    questions = [*arguments.question, *questions_in(arguments.questions)]
     if not questions:
         raise ConfigurationError("there is no question; give one or more, or a file with --questions")
     return asyncio.run(_record(arguments, questions))
@@ -80,7 +80,7 @@ def make_counter(tokenizer: str | None) -> tuple[str, Callable[[str], int]]:
     return name, lambda text: len(encode(text))
 
 
-def _questions_in(file: str | None) -> list[str]:
+def questions_in(file: str | None) -> list[str]:
     """Return the stripped lines that are not blank of a UTF-8 file, or of stdin for "-"; [] for None.
 
     :raises ConfigurationError: the file is unreadable, not in UTF-8, or too large.

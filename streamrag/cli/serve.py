@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_modules("serve", "starlette", "uvicorn")
     from streamrag.serve.config.checks import check, check_model
     from streamrag.serve.config.layers import SECTIONS, load
-    from streamrag.serve.config.toml_text import commented_defaults, effective
+    from streamrag.serve.config.settings import commented_defaults, effective
 
     if arguments.print_config:
         Output().print_plain(commented_defaults())
@@ -180,7 +180,7 @@ async def _serve(settings: "Settings") -> int:
     keys = read_keys(settings.keys)
     observers, close_observers = make_observers(settings, keys)
     service = make_service(settings, observers=observers)
-    sock = listen(settings.server.host, settings.server.port, send_timeout_s=settings.limits.send_timeout_s)
+    sock = listen(settings.server.host, settings.server.port)
     with sock:
         with shown_starting(errors) as show:
             await service.start(show)

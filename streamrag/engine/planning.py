@@ -1,4 +1,4 @@
-"""Plan one step of the engine, in two phases. No request and no memory is changed.
+"""Plan one step of the engine, in two phases. No memory is allocated or freed, and no queue changes.
 
     order:   r0   r1   r2   r3   r4 │ idle: i0   i1
              ▲ phase 1 grants tokens from here on       ▲ phase 2 takes victims from here on: i1, i0, r4, r3, ...
@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from streamrag.engine.memory import Memory
 from streamrag.engine.recompute_or_swap import Fate
-from streamrag.engine.request import RequestView
+from streamrag.engine.request import Memory, RequestView
 from streamrag.engine.rules.rule import Rule, RuleList
 from streamrag.engine.walk import Candidate, Grant, StepBudget, Wait, Walk
 
@@ -47,7 +46,7 @@ class Plan:
     grants: tuple[Grant, ...] = ()
     evictions: tuple[Eviction, ...] = ()
     is_full: bool = False
-    """Whether the step's tokens or slots were used up before the turn of all requests."""
+    """Whether the step ended before the turn of all requests: its tokens or slots were used up, or a rule ended it."""
     is_put_off: bool = False
     """Whether requests are granted nothing because the rest is better planned when the step in flight has ended."""
     waiting: tuple[RequestView, ...] = ()

@@ -12,7 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING, get_args
 
 from streamrag.core import RequestClass
-from streamrag.engine.places import Places, QueuePosition
+from streamrag.engine.policies import Places, QueuePosition
 from streamrag.engine.request import RequestView
 from streamrag.errors import ConfigurationError
 from streamrag.support.messages import is_number, short_repr

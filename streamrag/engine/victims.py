@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from streamrag.engine.forecast import ChunkForecast
-from streamrag.engine.memory import Memory
 from streamrag.engine.policies import Policy
-from streamrag.engine.request import RequestView
+from streamrag.engine.request import Memory, RequestView
 
 
 class Choice(NamedTuple):

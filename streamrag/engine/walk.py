@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from streamrag.engine.memory import Memory
-from streamrag.engine.request import RequestView
+from streamrag.engine.request import Memory, RequestView
 from streamrag.engine.victims import Victims
 
 MEMORY = "Memory"
@@ -70,7 +69,7 @@ class Candidate:
         self.is_new = request.num_blocks == 0
         """Whether it holds no KV, so that it would start in this step."""
         self.num_allowed = walk.num_tokens_left
-        """Most tokens that it may compute. Rules lower it; `measure` lowers it to what its prompt has left."""
+        """Most tokens that it may compute. Rules change it; `measure` lowers it to what its prompt has left."""
         self.may_evict = request.is_complete
 
     @property
@@ -198,6 +197,8 @@ class Walk:
         """Return what reports say of `request`, for which the step has ended: the name of the rule, or of memory."""
         if self.is_closed_to_partial and not request.is_complete:
             return self._closed_to_partial_by
+        if self.is_closed_to_new and not request.num_blocks:
+            return MEMORY  # it was skipped before the step ended
         return self._closed_by if self.is_closed else MEMORY
 
     def grant(self, candidate: Candidate) -> None:

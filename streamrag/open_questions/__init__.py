@@ -7,9 +7,9 @@ The answer is that to the committed question. An earlier query only saves time: 
 passages in caches.
 """
 
-from streamrag.open_questions.queries_ahead import QueriesAhead as QueriesAhead
 from streamrag.open_questions.question import ListenOptions as ListenOptions
 from streamrag.open_questions.question import OpenQuestion as OpenQuestion
+from streamrag.open_questions.question import QueriesAhead as QueriesAhead
 from streamrag.open_questions.question import open_question as open_question
 from streamrag.open_questions.rules import QuestionRule as QuestionRule
 from streamrag.open_questions.rules import WaitForWords as WaitForWords

@@ -7,6 +7,7 @@ query ahead                ░░░░░░░░░░░░░░░░░�
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import TypeAdapter
@@ -14,13 +15,47 @@ from pydantic import TypeAdapter
 from streamrag.core import Chunk, Source
 from streamrag.errors import ConfigurationError, StreamRagError
 from streamrag.open_questions.held_source import HeldSource, WithFound
-from streamrag.open_questions.queries_ahead import QueriesAhead
 from streamrag.open_questions.rules import QuestionRule, WaitForWords
 from streamrag.query.answer_stream import AnswerStream, OnEvent
 from streamrag.query.options import QueryOptions
 from streamrag.support.tasks import wait_shielded
 from streamrag.support.validation import CountOrZero, Flag, Seconds, SecondsOrZero, Text, check, validated
 from streamrag.telemetry import PrefillProgressed, QueryEvent
+
+
+@dataclass(slots=True)
+class QueriesAhead:
+    """The counts of a pipeline's queries ahead, of which at most half as many run as the pipeline has places."""
+
+    max_running: int
+    """Most of them that run at the same time."""
+    num_running: int = 0
+    """Number that run, of questions that are not committed yet."""
+    num_begun: int = 0
+    num_used: int = 0
+    """Number that have become the query of a committed question."""
+    num_unused_tokens: int = 0
+    """Number of prompt tokens that were computed for the others."""
+
+    def may_begin(self) -> bool:
+        """Whether one more may run."""
+        return self.num_running < self.max_running
+
+    def begin(self) -> None:
+        """Count one that has begun."""
+        self.num_running += 1
+        self.num_begun += 1
+
+    def use(self) -> None:
+        """Count one whose question was committed."""
+        self.num_running -= 1
+        self.num_used += 1
+
+    def drop(self, num_tokens: int) -> None:
+        """Count one that was stopped after `num_tokens` prompt tokens were computed for it."""
+        self.num_running -= 1
+        self.num_unused_tokens += num_tokens
+
 
 Ask: TypeAlias = Callable[[Source, str], AnswerStream]
 """A function that returns the answer to a question from a source, unstarted."""

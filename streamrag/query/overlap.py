@@ -36,21 +36,30 @@ class OverlapOutcome:
     ttft_s: float
     """Time from admission to the first token."""
     ttft_after_retrieval_s: float
-    streaming_s: float
-    """Time from the first chunk to the end of retrieval: no way to overlap saves more."""
+    most_saved_s: float
+    """Most time that an overlap can save: that from the first chunk to the end of retrieval, and that in which the head
+    can be prefilled before."""
     has_forecast: bool
     """Whether the source said when it would end, without which a delay is impossible."""
     token_ids: tuple[int, ...] = ()
     """The complete prompt. Whatever an earlier prompt began with as well is probably in the engine's prefix cache."""
 
     @classmethod
-    def of(cls, way: OverlapWay, timings: Timings, *, has_forecast: bool, token_ids: tuple[int, ...] = ()) -> Self:
-        """Return the outcome of a query with these timings, without its wait for admission."""
+    def of(
+        cls, way: OverlapWay, timings: Timings, *, has_forecast: bool, num_head: int, token_ids: tuple[int, ...]
+    ) -> Self:
+        """Return the outcome of a query with these timings, without its wait for admission.
+
+        Prefill of the head, `num_head` tokens, takes its share of the time after retrieval; with "immediate", that is
+        the time for the other tokens only.
+        """
+        first_chunk_s = timings.retrieval_s if timings.first_chunk_s is None else timings.first_chunk_s
+        head_s = timings.ttft_after_retrieval_s * num_head / max(len(token_ids) - num_head, 1)
         return cls(
             way,
             ttft_s=timings.ttft_s - timings.queued_s,
             ttft_after_retrieval_s=timings.ttft_after_retrieval_s,
-            streaming_s=0.0 if timings.first_chunk_s is None else timings.retrieval_s - timings.first_chunk_s,
+            most_saved_s=timings.retrieval_s - first_chunk_s + min(first_chunk_s - timings.queued_s, head_s),
             has_forecast=has_forecast,
             token_ids=token_ids,
         )
@@ -118,8 +127,8 @@ class _Level:
         """Keep an outcome's time, gain and, of "none", prefill. "none" with a forecast makes "delayed" a way, too."""
         seconds = outcome.ttft_s if self._shares_processors else outcome.ttft_after_retrieval_s
         self._logs[outcome.way, size].append(log(max(seconds, 1e-4)))
-        self._recent.append((size, outcome.streaming_s))
-        self._gains.append(outcome.streaming_s / max(outcome.ttft_s, 1e-4))
+        self._recent.append((size, outcome.most_saved_s))
+        self._gains.append(outcome.most_saved_s / max(outcome.ttft_s, 1e-4))
         if outcome.way == "none":
             self._prefill_s.append(outcome.ttft_after_retrieval_s)
             if outcome.has_forecast:
@@ -179,9 +188,9 @@ class _Level:
 
     def _advantage(self, means: dict[OverlapWay, float]) -> str:
         """Return in words how much sooner the first token comes on average with the best way than with the second, but
-        never more than the time that retrieval goes on after its first result."""
+        never more than an overlap can save."""
         best, second = sorted(means, key=means.__getitem__)[:2]
-        most = fmean(streaming_s for _, streaming_s in self._recent) / exp(means[second])
+        most = fmean(most_saved_s for _, most_saved_s in self._recent) / exp(means[second])
         share = min(1 - exp(means[best] - means[second]), most)
         since = "the question" if self._shares_processors else "the end of retrieval"
         return f'the first token comes {share:.0%} sooner after {since} than with "{second}"'

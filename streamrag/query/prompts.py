@@ -67,11 +67,14 @@ class QueryPrompts:
             "conversation_id": query.conversation_id,
             "query_id": uuid.uuid4().hex,
         }
+        num_head, least = len(assembler.head), self._model.min_head_len
+        self.num_head = num_head if least is not None and num_head >= least else 0
+        """Number of tokens before the passages, if these are worth a prompt of their own; else 0."""
         self._rank_of: dict[tuple[str, int, str], int] = {}  # in the last ranking, by uri, passage and text
 
     async def stream(self) -> AsyncGenerator[Prompt, None]:
-        """Yield and report a partial prompt whenever one is due after chunk events, then begin a draft; at the end, the
-        complete prompt, unless a draft is its answer. Before the first event, yield nothing. Call it once."""
+        """Yield and report the head at once if it may overlap, then a partial prompt whenever one is due after chunk
+        events, and begin a draft; at the end, the complete prompt, unless a draft is its answer. Call it once."""
         state = self._state
         draft = () if why_not_drafted(self._query, state) else self._query.draft
         if isinstance(draft, str):
@@ -79,7 +82,9 @@ class QueryPrompts:
         chunks = Context()
         is_ranked = False
         hint: Hint | None = None
-        due_s = inf  # for a partial prompt with the newest chunks
+        origin = {**self._origin, "source_name": ""}  # of the head, which no chunk replaces, however the source behaves
+        is_head_due = state.overlap.way == "immediate" and self.num_head > 0
+        due_s = state.now() if is_head_due else inf  # for a partial prompt with the newest chunks, at first with none
         async with (
             aclosing(self._retrieve()) as retrieved,
             aclosing(with_timeouts(retrieved, lambda: None if due_s == inf else due_s - state.now())) as events,
@@ -88,13 +93,13 @@ class QueryPrompts:
                 if event is not None:
                     chunks = await self._add(event, chunks)
                     is_ranked = is_ranked or isinstance(event, Update)  # an Append after an Update keeps the ranking
-                    hint, due_s = event.hint, self._due_s(event.hint)
+                    hint, due_s, origin = event.hint, self._due_s(event.hint), self._origin
                 if due_s <= state.now():
                     due_s = inf
                     assemble = partial(self._assembler.assemble, chunks, is_complete=False, is_ranked=is_ranked)
                     step = await self._in_thread(assemble)
                     await self._report(step)
-                    yield replace(step.prompt, hint=hint, **self._origin)
+                    yield replace(step.prompt, hint=hint, **origin)
                     if self._ahead is not None:
                         preview = partial(self._assembler.preview, chunks, is_ranked=is_ranked)
                         token_ids, included = await self._in_thread(preview)

@@ -139,8 +139,13 @@ class QueryRun:
             raise BackendError(f"{part_name(state.backend)} ended its answer before it had the complete prompt")
         answer = self._answer(chunks, prompts, complete, retrieval_s)
         if query.overlap == "auto":
-            way, token_ids = state.overlap.way, complete.prompt.token_ids
-            outcome = OverlapOutcome.of(way, answer.timings, has_forecast=state.has_forecast, token_ids=token_ids)
+            outcome = OverlapOutcome.of(
+                state.overlap.way,
+                answer.timings,
+                has_forecast=state.has_forecast,
+                num_head=prompts.num_head,
+                token_ids=(state.first_complete or complete).prompt.token_ids,
+            )
             self._overlap_chooser.learn(outcome, self._num_running)
         await state.emit(Answered(answer.timings.total_s, answer))
         return answer

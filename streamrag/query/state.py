@@ -55,6 +55,8 @@ class QueryState:
     cut_short: str | None = None
     complete: AssembledPrompt | None = None
     """The complete prompt, once it was reported; with retrieval in mid-answer, the newest one."""
+    first_complete: AssembledPrompt | None = None
+    """The one that the answer began with."""
     num_invalidated: int = 0
     stretches: tuple[Stretch, ...] = ()
     """The stretches of the answer so far: one, unless there is retrieval in mid-answer."""
@@ -74,7 +76,7 @@ class QueryState:
 
     def begin_stretch(self, query: str, step: AssembledPrompt, num_tokens: int = 0) -> None:
         """Make this the complete prompt, from which the answer goes on behind its first `num_tokens` tokens."""
-        self.complete = step
+        self.complete, self.first_complete = step, self.first_complete or step
         self.stretches += (Stretch(num_tokens, query, len(step.included)),)
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:

@@ -25,7 +25,7 @@ from streamrag.core.tokenizer_threads import in_thread
 from streamrag.core.values import common_prefix_len
 from streamrag.errors import ConfigurationError
 from streamrag.modes import AssembledPrompt, PromptAssembler
-from streamrag.modes.context import Context, passage_key
+from streamrag.modes.context import AppendMode, Context
 from streamrag.query.options import Query
 from streamrag.query.state import NewContext, QueryState
 from streamrag.support.messages import message_of
@@ -244,15 +244,19 @@ class StrideRefresher:
 
     async def _prepare(self, complete: AssembledPrompt, text: str) -> NewContext | str:
         """Retrieve for `text`, and prefill a prompt with what is new, up to its question. Return it, or why not."""
-        begun_s = self._state.now()
+        begun_s, retrieval = self._state.now(), self._refresh.retrieval
         try:
             new = await self._with_new_passages(complete, text, await self._retrieve(text))
             result = new if isinstance(new, str) else self._why_not_worth(new) or new
             if not isinstance(result, str):
                 await self._prefill(result)
+        except asyncio.CancelledError:  # the answer has ended: the next retrieval begins earlier
+            if (at_least_s := self._state.now() - begun_s) > retrieval.seconds(1):
+                retrieval.observe(1, at_least_s)
+            raise
         except Exception as error:  # a source is foreign code; a backend that fails also fails the answer itself
-            result = f"{type(error).__name__}: {message_of(error)}"
-        self._refresh.retrieval.observe(1, self._state.now() - begun_s)
+            return f"{type(error).__name__}: {message_of(error)}"
+        retrieval.observe(1, self._state.now() - begun_s)
         return result
 
     async def _retrieve(self, text: str) -> Sequence[Chunk]:
@@ -271,31 +275,31 @@ class StrideRefresher:
 
         The token budget of the query holds for all passages together; what does not fit is left out.
         """
-        known = {passage_key(chunk) for chunk in (*complete.included, *complete.shortened)}
-        new = {key: chunk for chunk in reversed(chunks) if (key := passage_key(chunk)) not in known}
+        new = _new_passages((*complete.included, *complete.shortened), chunks)
         if not new:
             return "nothing new was found"
-        added = [*reversed(new.values())][: self._refresh.max_passages]
+        added = new[: self._refresh.max_passages]
         chunks, is_cut_short = (*complete.included, *added), self._state.is_cut_short  # earlier chunks come first
         assemble = partial(self._assembler.assemble, chunks, is_complete=True, is_cut_short=is_cut_short)
         step = await in_thread(self._tokenizer, assemble)
         if len(step.included) == len(complete.included):
             return f"the new passages do not fit into max_context_tokens={self._assembler.max_context_tokens}"
         assert step.included[: len(complete.included)] == complete.included
-        left_out = dict.fromkeys(each for each in (*complete.left_out, *step.left_out) if each not in step.included)
+        left_out = _new_passages(step.included, (*complete.left_out, *step.left_out))
         num_shared = common_prefix_len(complete.prompt.token_ids, step.prompt.token_ids)
-        return NewContext(text, replace(step, left_out=tuple(left_out), shortened=complete.shortened), num_shared)
+        return NewContext(text, replace(step, left_out=left_out, shortened=complete.shortened), num_shared)
 
     def _why_not_worth(self, new: NewContext) -> str | None:
-        """Return why new context costs more than it may; None if it does not, or while the speed of prefill is unknown.
+        """Return why new context costs more than it may; None if it does not, or while speeds are unknown.
 
         An answer of unknown length is expected to become twice as long as it is, up to `max_tokens`.
         """
         num_tokens = len(self._token_ids)
         num_recomputed = new.num_recomputed(num_tokens)
         num_left = min(num_tokens, self._query.params.max_tokens - num_tokens)
-        cost_s, left_s = self._refresh.prefill.seconds(num_recomputed), num_left * self._token_s()
-        if cost_s <= self._refresh.max_cost * left_s or not cost_s:
+        cost_s, token_s = self._refresh.prefill.seconds(num_recomputed), self._token_s()
+        left_s = num_left * token_s
+        if cost_s <= self._refresh.max_cost * left_s or not cost_s or not token_s:
             return None
         return f"{num_recomputed} tokens take {cost_s:.2g} s, and the rest of the answer perhaps {left_s:.2g} s"
 
@@ -310,3 +314,8 @@ class StrideRefresher:
             async for _ in events:
                 pass
         self._refresh.prefill.observe(max(num_tokens - new.num_shared, 1), self._state.now() - begun_s)
+
+
+def _new_passages(known: tuple[Chunk, ...], chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Return the first chunk of each passage that `known` has not."""
+    return AppendMode().fold(known, Update(tuple(chunks)))[len(known) :]

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from streamrag.errors import ConfigurationError
-from streamrag.routing.basic_routers import ConsistentHash, RoundRobin
 from streamrag.routing.replica_tracker import ReplicaTracker as ReplicaTracker
 from streamrag.routing.replica_tracker import Report as Report
+from streamrag.routing.router import ConsistentHash, RoundRobin
 from streamrag.routing.router import Opening as Opening
 from streamrag.routing.router import ReplicaState as ReplicaState
 from streamrag.routing.router import Router as Router

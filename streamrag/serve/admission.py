@@ -8,7 +8,7 @@ from functools import partial
 
 from streamrag.serve.failures import NotAdmittedError
 from streamrag.serve.limits import Limits
-from streamrag.telemetry import ContextChanged, PrefillProgressed, QueryEvent, TokensGenerated
+from streamrag.telemetry import ContextChanged, ContextComplete, PrefillProgressed, QueryEvent, TokensGenerated
 
 MINUTE_S = 60.0
 
@@ -62,7 +62,8 @@ class Reservation:
         self._num_expected = num_prompt_tokens
         self._charge = charge
         self.num_context_tokens = 0
-        """Tokens of the newest prompt, for queries whose context grows; 0 for retrieval and sessions."""
+        """Tokens of the newest prompt, for queries whose context grows; 0 before the first passage, for retrieval and
+        for sessions."""
         charge(num_prompt_tokens)
 
     @property
@@ -71,19 +72,30 @@ class Reservation:
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
     def follow(self, event: QueryEvent) -> None:
-        """Update the claim's queued tokens from an event. Charge the client for a new prompt's unshared tokens, for the
-        first prompt less all tokens that were expected; this charge may be negative."""
+        """Update the claim's queued tokens from an event. Charge the client for a new prompt's unshared tokens, in all
+        less those that were expected. Before a prompt has passages, give none of these back: passages are expected."""
         match event:
             case ContextChanged():
-                self._charge(event.num_tokens - event.num_shared - self._num_expected)
-                self._num_expected = 0
-                self._num_prompt = self.num_context_tokens = event.num_tokens
+                self._num_expected -= event.num_tokens - event.num_shared
+                if event.num_chunks:
+                    self.num_context_tokens = event.num_tokens
+                if event.num_chunks or self._num_expected < 0:
+                    self._settle()
+                self._num_prompt = event.num_tokens + self._num_expected
                 self._num_computed = min(self._num_computed, event.num_shared)
+            case ContextComplete():
+                self._settle()
+                self._num_prompt = self.num_context_tokens = event.num_tokens
             case PrefillProgressed():
                 self._num_computed = event.num_tokens
             case TokensGenerated():
                 self._num_computed = self._num_prompt
                 self._num_answer -= len(event.token_ids)
+
+    def _settle(self) -> None:
+        """Charge what the prompts had beyond the expected tokens, or give back what they lacked."""
+        self._charge(-self._num_expected)
+        self._num_expected = 0
 
 
 class Admission:

@@ -1,7 +1,7 @@
 """The ASGI application: the gate, and the routes of all protocols."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -32,7 +32,6 @@ def create_app(
     keys: Mapping[str, str] | None = None,
     hosts: frozenset[str] | None = LOOPBACK,
     origins: frozenset[str] = frozenset(),
-    more_routes: Sequence[BaseRoute] = (),
 ) -> Gate:
     """Return the ASGI application for `service`: the gate, all routes, and errors in OpenAI's form.
 
@@ -41,14 +40,9 @@ def create_app(
     keys: client names by API key; without keys, anybody may send requests.
     hosts: permitted names in the Host header; None permits any.
     origins: origins whose pages may send requests, besides the service's own.
-    more_routes: routes of your own protocols.
     """
     app = Starlette(
-        routes=[
-            *_status_routes(service),
-            *(route for protocol in PROTOCOLS for route in protocol.routes(service)),
-            *more_routes,
-        ],
+        routes=[*_status_routes(service), *(route for protocol in PROTOCOLS for route in protocol.routes(service))],
         exception_handlers={
             StreamRagError: _respond_to_error,
             HTTPException: _respond_to_http_error,

@@ -1,6 +1,6 @@
 """Bounds on the requests of a service's clients."""
 
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -35,33 +35,29 @@ class Limits(Checked):
     )
     max_tokens: int = Field(default=1024, ge=1, description="tokens of one answer, even if the client asks for more")
     deadline_s: float = Field(default=120.0, gt=0, description="seconds from a query's admission to its last token")
-    stream_s: float = Field(default=900.0, gt=0, description="the same for streams, whose client brings the context")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body")
-    max_stream_bytes: int = Field(
-        default=16 << 20, ge=1024, description="bytes of a stream's body, or of one client's waiting frames in memory"
-    )
-    max_frame_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a frame, or of a line of a stream")
-    max_head_bytes: int = Field(default=16_384, ge=1024, description="bytes of a request's line and headers")
-    head_s: float = Field(default=10.0, gt=0, description="seconds to receive a request's line and headers")
-    body_s: float = Field(default=60.0, gt=0, description="seconds to receive a request's body, except a stream's")
-    max_connections: int = Field(default=2048, ge=1, description="open connections")
-    max_connections_per_client: int = Field(
-        default=1024, ge=1, description="open requests and WebSockets of one client, where there are keys"
-    )
-    max_states: int = Field(default=256, ge=0, description="responses stored for previous_response_id")
-    max_sessions: int = Field(default=64, ge=0, description="open sessions")
-    max_sessions_per_client: int = Field(default=16, ge=0, description="open sessions of one client")
-    max_session_tokens: int = Field(default=1 << 23, ge=0, description="tokens in the windows of all sessions")
-    max_session_tokens_per_client: int = Field(default=1 << 21, ge=0, description="the same for one client's sessions")
-    max_watches: int = Field(default=32, ge=0, description="watched questions of one session")
-    max_readers: int = Field(default=4, ge=0, description="readers of one session's events, WebSockets included")
+    max_sessions: int = Field(default=64, ge=0, description="open sessions, of which one client may have a quarter")
     session_idle_s: float = Field(default=3600.0, gt=0, description="seconds until an idle session is closed")
-    session_unused_s: float = Field(default=300.0, gt=0, description="the same for a session that was never used")
-    session_read_s: float = Field(default=86_400.0, gt=0, description="the same for a session that has only readers")
-    max_state_bytes: int = Field(default=64 << 20, ge=0, description="bytes of memory for stored responses")
-    state_s: float = Field(default=3600.0, gt=0, description="seconds until an unused stored response is removed")
     idle_s: float = Field(
         default=300.0, gt=0, description="seconds that a stream, or an unused question, waits for its client"
     )
-    send_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a client to read what was sent")
     drain_s: float = Field(default=30.0, ge=0, description="seconds for open queries to end when the service stops")
+
+    # The others are constants, which honest clients do not reach.
+    stream_s: ClassVar[float] = 900.0  # `deadline_s` of streams: clients that retrieve by themselves may take minutes
+    max_stream_bytes: ClassVar[int] = 16 << 20  # of a stream's body, or of one client's waiting frames: 4M tokens
+    max_frame_bytes: ClassVar[int] = 1 << 20  # of a frame, or of a line of a stream, which are parsed whole
+    max_head_bytes: ClassVar[int] = 16_384  # of a request's line and headers: twice what other servers take
+    head_s: ClassVar[float] = 10.0  # to receive a request's line and headers, which fit into a few packets
+    body_s: ClassVar[float] = 60.0  # to receive a request's body, except a stream's: 17 KiB a second for the largest
+    max_connections: ClassVar[int] = 2048  # open connections, most of which wait
+    max_connections_per_client: ClassVar[int] = 1024  # half of them, where there are keys
+    max_states: ClassVar[int] = 256  # responses stored for previous_response_id
+    max_state_bytes: ClassVar[int] = 64 << 20  # of memory for stored responses: each may have a quarter of a MiB
+    state_s: ClassVar[float] = 3600.0  # until an unused stored response is removed, as an idle session
+    max_session_tokens: ClassVar[int] = 1 << 23  # in the windows of all sessions: 1,024 windows of 8,192
+    max_watches: ClassVar[int] = 32  # watched questions of one session, each of which is answered after each change
+    max_readers: ClassVar[int] = 4  # of one session's events, WebSockets included: a program, and people who look on
+    session_unused_s: ClassVar[float] = 300.0  # `session_idle_s` of a session that was never used
+    session_read_s: ClassVar[float] = 86_400.0  # `session_idle_s` of a session that has only readers
+    send_timeout_s: ClassVar[float] = 30.0  # for a client to read what was sent; one that sleeps has to ask again

@@ -39,11 +39,11 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int, *, send_timeout_s: float = Limits().send_timeout_s) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address; port 0 takes a free one. It refuses connections until it is served.
 
     Connections inherit its options. TCP_NODELAY sends each event at once: Nagle's algorithm with delayed ACKs held
-    events up for 40 ms. TCP_USER_TIMEOUT drops peers that acknowledge nothing for twice `send_timeout_s`.
+    events up for 40 ms. TCP_USER_TIMEOUT drops peers that acknowledge nothing for twice `Limits.send_timeout_s`.
 
     :raises ConfigurationError: the address is in use, malformed, or not one of this machine's.
     """
@@ -54,7 +54,7 @@ def listen(host: str, port: int, *, send_timeout_s: float = Limits().send_timeou
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout_s * 2000))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(Limits.send_timeout_s * 2000))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
     except (OSError, ValueError, TypeError) as error:  # ValueError, TypeError: malformed host names

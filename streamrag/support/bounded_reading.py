@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from streamrag.errors import require_modules
+from streamrag.errors import MissingDependencyError
 
 T = TypeVar("T")
 
@@ -111,9 +111,10 @@ class DecompressedFile:
 
 def import_zstandard() -> Any:
     """Return the module `zstandard`. Raises MissingDependencyError if it is not installed."""
-    require_modules("trace", "zstandard")
-    import zstandard
-
+    try:
+        import zstandard
+    except ImportError as error:
+        raise MissingDependencyError("zstandard", "pip install zstandard") from error
     return zstandard
 
 

@@ -367,9 +367,9 @@ async def test_a_closed_part_is_not_ended_again_when_it_is_collected() -> None:
     async def aclose() -> None:
         ends.append("closed")
 
-    tenant = portal_tasks.Tenant(start, aclose)
-    await tenant.end()
-    portal_tasks.end_dropped(tenant, asyncio.get_running_loop(), os.getpid())
+    resource = portal_tasks.PortalResource(start, aclose)
+    await resource.end()
+    portal_tasks.end_dropped(resource, asyncio.get_running_loop(), os.getpid())
     for _ in range(5):
         await asyncio.sleep(0)
     assert ends == ["closed"]

@@ -58,24 +58,37 @@ REQUEST = "streamrag.backends.vllm.scheduler.request"
 TRACKER, TRACKER_TEST = "streamrag.routing.replica_tracker", "tests/routing/test_replica_tracker.py"
 INDEX, INDEX_TEST = "streamrag.routing.prefix_index", "tests/routing/test_prefix_index.py"
 SOONEST = "streamrag.routing.soonest"
-COMPARED_TEST = "bench/tests/studies/routing/test_routers.py"
-AFFINITY, SIMPLE, ROUTERS_TEST = (
-    "studies.routing.prefix_affinity",
-    "streamrag.routing.basic_routers",
-    "tests/routing/test_routers.py",
-)
+SIMPLE, ROUTERS_TEST = "streamrag.routing.router", "tests/routing/test_routers.py"
 CLASSES, RULES = "streamrag.engine.urgency_classes", "streamrag.engine.rules."
 WALK, VICTIMS = "streamrag.engine.walk", "streamrag.engine.victims"
-ADMISSION = "streamrag.backends.vllm.scheduler.kv.claims"
+ADMISSION = "streamrag.backends.vllm.scheduler.kv.eviction"
 LATER = "streamrag.backends.vllm.scheduler.kv.later_hits"
 OF_LATER, OF_PLANS = "tests/backends/vllm/scheduler/test_later_hits.py", "tests/engine/test_planning.py"
-PLACES, POLICIES, PLACES_TEST = "streamrag.engine.places", "streamrag.engine.policies", "tests/engine/test_places.py"
+POLICIES, PLACES_TEST = "streamrag.engine.policies", "tests/engine/test_places.py"
 OF_SCHEDULER = "tests/backends/vllm/scheduler/test_scheduler.py"
 OF_CONNECTORS = "tests/backends/vllm/scheduler/test_third_party_connector.py"
 OF_MAMBA = "tests/backends/vllm/scheduler/test_mamba.py"
 OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"
 
+ESTIMATES, QUERY_PROMPTS = "streamrag.backends.vllm.scheduler.estimates", "streamrag.query.prompts"
+
 MUTANTS = (
+    Mutant(
+        "a source is known by what follows a head",
+        ESTIMATES,
+        "update.num_old > 0 and stream.source_name == update.source_name",
+        "update.num_old > 0",
+        0,  # the fuzz has no sources
+        f"{OF_SCHEDULER}::test_a_source_is_not_known_by_the_head_that_its_first_chunk_follows",
+    ),
+    Mutant(
+        "a head is sent whatever the overlap",
+        QUERY_PROMPTS,
+        'is_head_due = state.overlap.way == "immediate" and self.num_head > 0',
+        "is_head_due = self.num_head > 0",
+        0,  # the fuzz has no queries
+        "tests/query/test_head.py::test_the_head_is_sent_only_if_prefill_is_immediate",
+    ),
     Mutant(
         "drafts decode as answers do",
         STEP,
@@ -787,7 +800,7 @@ MUTANTS = (
     # The next cost memory or time, or are unfair. No answer is wrong, so that the fuzz sees little of them.
     Mutant(
         "places are never forgotten",
-        PLACES,
+        POLICIES,
         "if len(self._cached) > 2 * num_requests + 100:",
         "if False:",
         0,
@@ -1042,7 +1055,7 @@ MUTANTS = (
     ),
     Mutant(
         "steps are long until one was measured",
-        "streamrag.engine.pace",
+        "streamrag.engine.step_size",
         "int(self._step_s / self._token_s) if self._token_s else 0",
         "int(self._step_s / self._token_s) if self._token_s else self._max_tokens",
         0,
@@ -1138,10 +1151,6 @@ MUTANTS = (
     Mutant("all are equally fast", SOONEST, "cost / (replica.tokens_per_s or usual)", "cost", 0, ROUTERS_TEST),
     Mutant("what is found costs as well", SOONEST, " - found.get(replica.id, 0)", "", 0, ROUTERS_TEST),
     Mutant("prompts do not grow", SOONEST, " + self.growth()", "", 0, ROUTERS_TEST),
-    Mutant("affinity heeds no queue", AFFINITY, " > self._imbalance:", " > 1e9:", 0, COMPARED_TEST),
-    Mutant(
-        "little is enough for affinity", AFFINITY, "best >= self._least_match * num_tokens", "True", 0, COMPARED_TEST
-    ),
     Mutant("sessions are not told apart", SIMPLE, "_mixed(key ^ _number(name))", "_number(name)", 0, ROUTERS_TEST),
 )
 

@@ -42,7 +42,7 @@ async def test_each_prompt_has_the_hint_of_its_own_chunk_event() -> None:
     async with Pipeline(source, backend) as pipeline:
         await ask(pipeline)
     (prompts,) = backend.prompts
-    assert [prompt.hint for prompt in prompts] == [Hint(2, 3.0), None, Hint(0), None]
+    assert [prompt.hint for prompt in prompts[1:]] == [Hint(2, 3.0), None, Hint(0), None]
     assert prompts[-1].is_complete
 
 
@@ -90,7 +90,7 @@ async def test_schedulers_hear_the_name_of_the_source_whatever_it_is_wrapped_in(
     backend = ScriptedBackend()
     async with Pipeline(source, backend) as pipeline:
         await ask(pipeline)
-    assert backend.prompts[0][0].source_name == name
+    assert backend.prompts[0][1].source_name == name
 
 
 async def test_an_error_names_the_part() -> None:

@@ -281,6 +281,57 @@ async def test_new_context_that_costs_more_than_the_rest_of_the_answer_is_not_us
     assert plain.stretches == ()
 
 
+async def test_new_context_is_used_while_the_speed_of_the_answer_is_unknown() -> None:
+    refresh = Refresh(every_tokens=1, max_retrievals=1)
+    refresh.prefill.observe(1, 1e-9)
+    async with Pipeline(GrowingSource(retrieval_s=0), HashingBackend(most=5, pause_s=0.05)) as pipeline:
+        events, answer = await ask(pipeline, refresh, max_tokens=20)
+    assert of_kind(events, RefreshSkipped) == []
+    assert len(answer.stretches) == 2
+
+
+class LaterSource:
+    """The second retrieval yields `later`; without any, it never ends."""
+
+    def __init__(self, *later: Chunk) -> None:
+        self.queries: list[str] = []
+        self._later = later
+
+    async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+        self.queries.append(query)
+        if len(self.queries) == 1:
+            yield Append(Chunk("Seite", "0.md"))
+            return
+        for chunk in self._later:
+            yield Append(chunk)
+        if not self._later:
+            await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize(("max_passages", "uris"), [(1, ["0.md", "a.md"]), (3, ["0.md", "a.md", "b.md"])])
+async def test_passages_that_are_found_twice_keep_their_first_place(max_passages: int, uris: list[str]) -> None:
+    first = Chunk("Anfang", "a.md", score=0.2)
+    source = LaterSource(first, Chunk("Ende", "b.md"), replace(first, score=0.1))
+    async with Pipeline(source, HashingBackend()) as pipeline:
+        _, answer = await ask(pipeline, often(max_retrievals=1, max_passages=max_passages))
+    assert [chunk.uri for chunk in answer.citations] == uris
+    assert answer.citations[1].score == first.score
+
+
+async def test_a_retrieval_that_takes_longer_than_the_answer_lets_the_next_one_begin_earlier() -> None:
+    refresh = often(max_retrievals=1)
+    async with Pipeline(LaterSource(), HashingBackend()) as pipeline:
+        await ask(pipeline, refresh)
+    assert refresh.retrieval.seconds(1) > 0
+
+
+async def test_failed_retrievals_do_not_count_as_quick_ones() -> None:
+    refresh = often(max_retrievals=1)
+    async with Pipeline(GrowingSource(error=OSError("no route")), HashingBackend()) as pipeline:
+        await ask(pipeline, refresh)
+    assert refresh.retrieval.seconds(1) == 0
+
+
 async def test_known_or_too_large_passages_do_not_refresh_the_answer() -> None:
     same = ScriptedSource([Append(Chunk("Seite", "0.md"))])
     async with Pipeline(same, HashingBackend()) as pipeline:

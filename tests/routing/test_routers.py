@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from streamrag.errors import ConfigurationError
 from streamrag.routing import ROUTERS, Opening, make_router
-from streamrag.routing.basic_routers import ConsistentHash, RoundRobin
+from streamrag.routing.router import ConsistentHash, RoundRobin
 from streamrag.routing.soonest import Soonest
 from tests.routing.router_cases import LONG, OPENINGS, OTHER, STATES, check_ranking, replicas
 

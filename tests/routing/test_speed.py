@@ -2,7 +2,7 @@
 
 import random
 
-from streamrag.routing.speed import LASTS_S, QUERY_TOKENS, Speed
+from streamrag.routing.soonest import LASTS_S, QUERY_TOKENS, Speed
 
 
 def computing(num_seconds: float, share: float, tokens_per_s: float, *, seed: int = 1) -> tuple[Speed, float]:

@@ -15,9 +15,10 @@ import anyio
 from streamrag import Append, Chunk
 from streamrag.core import BackendEvent, Prompt, SamplingParams
 from streamrag.errors import EngineDeadError
-from streamrag.serve import Limits, RestartBudget, Service, create_app
+from streamrag.serve import RestartBudget, Service, create_app
 from streamrag.serve.server import listen, serve
 from streamrag.testing import ScriptedBackend, ScriptedSource, Step
+from tests.serve.serving import limits_of
 
 
 class MortalBackend(ScriptedBackend):
@@ -63,7 +64,7 @@ async def main(*, backend: str, limits: dict[str, Any], restarts: bool = False) 
 
     budget = RestartBudget() if restarts else None
     source = ScriptedSource(steps)
-    service = Service(engine, source, limits=Limits(**limits), model_name="scripted", restarts=budget)
+    service = Service(engine, source, limits=limits_of(**limits), model_name="scripted", restarts=budget)
     sock = listen("127.0.0.1", 0)
     await service.start()
     address = {"url": f"http://127.0.0.1:{sock.getsockname()[1]}"}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from starlette.routing import BaseRoute
 
 from streamrag import Append, Chunk, SourceEvent
 from streamrag.serve import Limits, Service, create_app
@@ -20,6 +21,11 @@ PARIS = Chunk("Paris is the capital of France.", "https://geo.example/france", "
 ROME = Chunk("Rome is the capital of Italy.", "https://geo.example/italy", "Italy")
 
 CHUNKS: tuple[SourceEvent, ...] = (Append(PARIS), Append(ROME))
+
+
+def limits_of(**values: Any) -> Limits:
+    """Limits with these values, also for those that are constants."""
+    return Limits().model_copy(update=values)
 
 
 @dataclass
@@ -78,6 +84,7 @@ async def serving(
     limits: Limits | None = None,
     keys: Mapping[str, str] | None = None,
     app_options: Mapping[str, Any] | None = None,
+    more_routes: Sequence[BaseRoute] = (),
     observers: Sequence[Observer] = (),
     **options: Any,
 ) -> AsyncIterator[Serving]:
@@ -89,6 +96,7 @@ async def serving(
     await service.start()
     sock = listen("127.0.0.1", 0)
     app = create_app(service, keys=keys, **(app_options or {}))
+    app._app.router.routes.extend(more_routes)  # type: ignore[attr-defined]
     server = QuietServer(uvicorn_config(app, service.limits))
     running = asyncio.create_task(server.serve(sockets=[sock]))
     await server.listens.wait()

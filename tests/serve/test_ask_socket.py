@@ -22,7 +22,7 @@ from streamrag.serve.connections.json_body import memory_of, parse
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.protocols import ask_socket
 from streamrag.testing import ScriptedBackend
-from tests.serve.serving import CHUNKS, PARIS, ROME, Serving, serving
+from tests.serve.serving import CHUNKS, PARIS, ROME, Serving, limits_of, serving
 from tests.serve.test_metrics import scrape
 
 GIVE_UP_S = 20.0
@@ -436,7 +436,7 @@ async def test_a_client_that_does_not_read_is_dropped(
 ) -> None:
     monkeypatch.setattr(ask_socket, "MAX_UNSENT", most_unsent)
     backend = ScriptedBackend("x" * 8_000, is_endless=True)
-    limits = Limits(send_timeout_s=send_timeout_s, max_tokens=8_000, max_queued_tokens=10_000_000)
+    limits = limits_of(send_timeout_s=send_timeout_s, max_tokens=8_000, max_queued_tokens=10_000_000)
     async with serving(backend=backend, limits=limits) as served:
         narrow = socket.socket()
         narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -495,7 +495,7 @@ async def test_a_stop_waits_for_answers_and_not_for_uncommitted_questions() -> N
         await asked.next("committed")
         await talk.send("open")
         await talk.send("partial", question=QUESTION, is_final=True)
-        await talk.next("chunk_arrived")
+        await talk.next("context_changed")
         stop = asyncio.create_task(served.service.aclose(drain_s=1000))
         error = await talk.next("error")
         assert (error["id"], error["status"]) == ("q", 503)
@@ -512,7 +512,7 @@ def opening(num_characters: int) -> str:
 
 async def test_unused_openings_count_by_their_memory_over_all_sockets_of_a_client() -> None:
     num_bytes = memory_of(parse(opening(1000), ask_socket.QuestionFrame))
-    limits = Limits(max_stream_bytes=num_bytes * 5 // 2, max_retrievals_ahead=5)
+    limits = limits_of(max_stream_bytes=num_bytes * 5 // 2, max_retrievals_ahead=5)
     async with serving(limits=limits) as served, AsyncExitStack() as sockets:
         talks = [await sockets.enter_async_context(talking(served)) for _ in range(3)]
         for talk in talks[:2]:
@@ -550,7 +550,7 @@ async def test_an_opening_that_is_not_used_ends_after_a_while() -> None:
 @pytest.mark.parametrize("field", ["history", "no_field"])
 async def test_a_socket_that_waits_holds_no_frame(field: str) -> None:
     text = opening(200_000).replace("history", field)
-    async with serving(limits=Limits(max_stream_bytes=1024)) as served, talking(served) as talk:
+    async with serving(limits=limits_of(max_stream_bytes=1024)) as served, talking(served) as talk:
         tracemalloc.start()
         try:
             await talk.socket.send(text)

@@ -23,11 +23,11 @@ from streamrag.serve.config.settings import Settings
 from streamrag.serve.connections.gate import CALLER, Gate
 from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED, NotAdmittedError
 from streamrag.serve.observe.logs import HIDDEN, QueryLog, hide, log_to
-from streamrag.telemetry import ContextChanged
+from streamrag.telemetry import ContextChanged, ContextComplete, PrefillProgressed
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw
 from tests.serve.responses.talking import talking
-from tests.serve.serving import CHUNKS, serving
+from tests.serve.serving import CHUNKS, limits_of, serving
 
 KEYS = {"key-of-alice-0123456789": "alice", "key-of-mallory-0123456": "mallory"}
 ALICE, MALLORY = ({"authorization": f"Bearer {key}"} for key in KEYS)
@@ -224,6 +224,44 @@ def test_prompt_tokens_of_a_client_are_bounded_in_a_minute_and_cost_another_noth
     assert admission.enter("ada", max_tokens=1, num_prompt_tokens=0), "retrieval computes no prompt"
 
 
+def test_queries_of_which_only_the_head_was_computed_hold_back_as_many_tokens_as_before() -> None:
+    admission = Admission(Limits(max_prompt_tokens_per_minute=60_000, max_queued_tokens=2_500))
+
+    def head_of(client: str, num_tokens: int) -> Reservation:
+        place = admission.enter(client, max_tokens=1)
+        place.follow(ContextChanged(0.0, 0, num_tokens, 0, 0))
+        place.follow(PrefillProgressed(0.0, num_tokens))
+        return place
+
+    usual = admission.enter("ada", max_tokens=1)
+    usual.follow(ContextChanged(0.0, 1, 1_000, 0, 0))
+    admission.leave(usual, stayed_s=0.1)
+    num_charged = admission._usage["ada"].num_tokens(0.0)
+    places = [head_of("ada", 40) for _ in range(2)]
+    assert admission.num_queued_tokens == 2 * (1_000 - 40 + 1)
+    assert admission._usage["ada"].num_tokens(0.0) == num_charged + 2 * 1_000
+    with pytest.raises(NotAdmittedError, match="tokens wait to be computed"):
+        admission.enter("ada", max_tokens=1)
+    for place in places:
+        admission.leave(place, stayed_s=0.1)
+    assert head_of("ada", 40).num_queued_tokens == 1_000 - 40 + 1, "a prompt that ended with its head says nothing"
+
+
+@pytest.mark.parametrize("num_head", [40, 1_400])
+@pytest.mark.parametrize("num_passages", [0, 600])
+def test_a_query_whose_head_comes_first_is_charged_for_its_prompts_in_all(num_head: int, num_passages: int) -> None:
+    charges: list[int] = []
+    place = Reservation("ada", 1_000, 1, False, charges.append)
+    num_tokens = num_head + num_passages
+    place.follow(ContextChanged(0.0, 0, num_head, 0, 0))
+    assert sum(charges) == max(num_head, 1_000)
+    place.follow(ContextChanged(0.0, num_passages // 100, num_tokens, num_head, 0))
+    place.follow(ContextChanged(0.0, num_passages // 100, num_tokens + 10, num_tokens, 0))
+    place.follow(ContextComplete(0.0, num_passages // 100, num_tokens + 10, ()))
+    assert sum(charges) == num_tokens + 10
+    assert (place.num_context_tokens, place.num_queued_tokens) == (num_tokens + 10, num_tokens + 11)
+
+
 def test_thousands_of_clients_who_found_no_place_cost_the_next_one_nothing() -> None:
     now_s = 0.0
     admission = Admission(Limits(max_queries=1), clock=lambda: now_s)
@@ -279,7 +317,7 @@ def test_metrics_have_a_line_for_each_client_only_where_they_are_few(num_keys: i
 
 
 async def test_connections_of_one_client_do_not_push_out_what_is_stored_for_another() -> None:
-    async with serving(limits=Limits(max_states=4), keys=KEYS) as served:
+    async with serving(limits=limits_of(max_states=4), keys=KEYS) as served:
         stored = [
             (await served.http.post("/v1/responses", json={"input": "Where?"}, headers=ALICE)).json()["id"]
             for _ in range(2)
@@ -325,7 +363,7 @@ async def test_a_page_that_may_ask_may_put_a_watch() -> None:
 
 
 async def test_open_requests_of_one_client_do_not_keep_out_another() -> None:
-    limits = Limits(max_connections=6, max_connections_per_client=3)
+    limits = limits_of(max_connections=6, max_connections_per_client=3)
     async with serving(limits=limits, keys=KEYS) as served, AsyncExitStack() as opened:
         url = (await served.http.post("/v1/sessions", json={}, headers=MALLORY)).json()["id"]
         events = f"/v1/sessions/{url}/events"

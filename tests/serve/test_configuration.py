@@ -13,8 +13,8 @@ from streamrag.serve import Limits
 from streamrag.serve.config.checks import check
 from streamrag.serve.config.factories import name_on_ray
 from streamrag.serve.config.layers import SECTIONS, load
-from streamrag.serve.config.settings import Settings
-from streamrag.serve.config.toml_text import HIDDEN, commented_defaults, effective
+from streamrag.serve.config.settings import CRAWL, HIDDEN, Settings, SourceSettings, commented_defaults, effective
+from streamrag.sources.crawl.options import CrawlOptions
 
 
 def file_of(folder: Path, text: str) -> Path:
@@ -27,10 +27,10 @@ def problems_of(file: Path | None, environment: dict[str, str], options: dict[st
 
 
 def test_options_go_over_the_environment_over_the_file_over_defaults(tmp_path: Path) -> None:
-    file = file_of(tmp_path, "[limits]\nmax_queries = 1\nmax_tokens = 1\nmax_states = 1\n")
-    environment = {"STREAMRAG__LIMITS__MAX_TOKENS": "2", "STREAMRAG__LIMITS__MAX_STATES": "2", "HOME": "/nowhere"}
-    limits = load(file, environment, {"limits.max_states": "3"}).settings.limits
-    assert (limits.max_queries, limits.max_tokens, limits.max_states) == (1, 2, 3)
+    file = file_of(tmp_path, "[limits]\nmax_queries = 1\nmax_tokens = 1\nmax_sessions = 1\n")
+    environment = {"STREAMRAG__LIMITS__MAX_TOKENS": "2", "STREAMRAG__LIMITS__MAX_SESSIONS": "2", "HOME": "/nowhere"}
+    limits = load(file, environment, {"limits.max_sessions": "3"}).settings.limits
+    assert (limits.max_queries, limits.max_tokens, limits.max_sessions) == (1, 2, 3)
     assert limits.drain_s == Settings().limits.drain_s
 
 
@@ -196,14 +196,14 @@ def test_paths_in_a_file_are_relative_to_it_and_names_stay_names(tmp_path: Path)
     source, model = settings.source, settings.model
     assert (source.index, source.embedder, source.rerank) == (tmp_path / "idx", f"{tmp_path}/mine", "late-interaction")
     assert (model.name, model.tokenizer) == (f"{tmp_path.parent}/models/a", "org/b")
-    assert (source.cache_folder, source.trace) == (Path("cache"), Path("t.jsonl"))
+    assert (source.cache_folder, source.trace) == ("cache", Path("t.jsonl"))
     assert (settings.engine.profile, settings.keys.file) == ("/var/p.json", Path("~/keys").expanduser())
 
 
 def test_true_is_no_number(tmp_path: Path) -> None:
     file = file_of(
         tmp_path,
-        "[limits]\nmax_queries = true\ndrain_s = false\n[engine]\nkv_cache_bytes = true\ncan_partial_evict = true\n",
+        "[limits]\nmax_queries = true\ndrain_s = false\n[engine]\nkv_cache_bytes = true\nanswer_ahead = true\n",
     )
     assert problems_of(file, {}, {}) == [
         f"{file}, line 5: engine.kv_cache_bytes: must not be true or false, and is 'True'",
@@ -212,6 +212,25 @@ def test_true_is_no_number(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="must not be true or false"):
         Limits(max_queries=True)
+
+
+def test_settings_of_a_crawl_are_those_of_crawl_options(tmp_path: Path) -> None:
+    fields = {name: SourceSettings.model_fields[name] for name in CRAWL}
+    assert {name: field.default for name, field in fields.items()} == {
+        name: getattr(CrawlOptions(), name) for name in CRAWL
+    }
+    assert fields["max_depth"].description == "links to follow from a start URL"
+    assert all(field.description for field in fields.values())
+    file = file_of(tmp_path, '[source]\nmax_depth = -1\ncdp_url = "localhost:9222"\n')
+    assert problems_of(file, {}, {}) == [
+        f"{file}, line 2: source.max_depth: input should be greater than or equal to 0, and is '-1'",
+        f"{file}, line 3: source.cdp_url: must be the address of a browser's remote debugging port, such as "
+        "http://127.0.0.1:9222, and is 'localhost:9222'",
+    ]
+
+
+def test_settings_stay_few() -> None:
+    assert sum(len(section.model_fields) for section in SECTIONS.values()) <= 90
 
 
 def test_services_on_one_cluster_have_engines_of_their_own() -> None:

@@ -23,7 +23,7 @@ from streamrag.serve.failures import ANONYMOUS
 from streamrag.serve.server import listen, uvicorn_config
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw
-from tests.serve.serving import CHUNKS, PARIS, Serving, serving
+from tests.serve.serving import CHUNKS, PARIS, Serving, limits_of, serving
 
 ASKED = {"question": "What is the capital of France?"}
 
@@ -41,7 +41,7 @@ def request(body: bytes, *headers: str) -> bytes:
 
 
 async def test_a_head_that_does_not_come_in_time_is_hung_up_on() -> None:
-    async with serving(limits=Limits(head_s=0.3)) as served, AsyncExitStack() as clients:
+    async with serving(limits=limits_of(head_s=0.3)) as served, AsyncExitStack() as clients:
         silent, slow, second = [await clients.enter_async_context(raw(served.url)) for _ in range(3)]
         await slow.send(b"POST /v1/ask HTTP/1.1\r\nhost: loc")
         await second.post("/v1/ask", ASKED)
@@ -55,7 +55,7 @@ async def test_a_head_that_does_not_come_in_time_is_hung_up_on() -> None:
 
 @pytest.mark.parametrize("is_whole", [False, True])
 async def test_a_head_that_is_too_long_is_refused(is_whole: bool) -> None:
-    async with serving(limits=Limits(max_head_bytes=4096)) as served, raw(served.url) as client:
+    async with serving(limits=limits_of(max_head_bytes=4096)) as served, raw(served.url) as client:
         head = request(b"", "content-length: 0", *(f"x-{i}: {'y' * 100}" for i in range(120)))
         if is_whole:
             await client.send(head)
@@ -83,7 +83,7 @@ def num_received(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 async def test_a_head_that_comes_in_one_piece_is_parsed_no_further_than_the_limit(num_received: Counter[str]) -> None:
-    limits = Limits(max_head_bytes=8192)
+    limits = limits_of(max_head_bytes=8192)
     async with serving(limits=limits) as served, raw(served.url) as client:
         client.writer.write(request(b"", *(f"x-{i}: {'y' * 1000}" for i in range(100)), "content-length: 0"))
         assert await client.status() in (400, 431)
@@ -125,7 +125,7 @@ async def test_trailers_and_extensions_around_a_body_are_bounded(
 
 
 async def test_a_message_in_fragments_without_end_is_closed_at_the_limit_and_nothing_is_inflated() -> None:
-    limits = Limits(max_frame_bytes=4096)
+    limits = limits_of(max_frame_bytes=4096)
     async with serving(limits=limits) as served:
         async with websockets.connect(f"ws{served.url.removeprefix('http')}/v1/responses") as client:
             assert client.protocol.extensions == []
@@ -254,7 +254,7 @@ async def test_an_answer_before_the_end_of_a_body_says_that_it_is_the_connection
 
 
 async def test_a_body_that_does_not_come_in_time_is_refused() -> None:
-    async with serving(limits=Limits(body_s=0.3)) as served, raw(served.url) as client:
+    async with serving(limits=limits_of(body_s=0.3)) as served, raw(served.url) as client:
         await client.send(request(b'{"quest', "content-length: 100"))
         assert await client.status() == 408
         assert json.loads(await client.text())["error"]["code"] == "body_too_slow"
@@ -301,9 +301,8 @@ async def test_a_websocket_outlives_the_time_for_a_head() -> None:
         async for text in socket.iter_text():
             await socket.send_text(text)
 
-    options = {"more_routes": [WebSocketRoute("/echo", echo)]}
     async with (
-        serving(limits=Limits(head_s=0.2), app_options=options) as served,
+        serving(limits=limits_of(head_s=0.2), more_routes=[WebSocketRoute("/echo", echo)]) as served,
         raw(served.url) as slow,
     ):
         async with websockets.connect(f"ws{served.url.removeprefix('http')}/echo") as client:
@@ -313,7 +312,7 @@ async def test_a_websocket_outlives_the_time_for_a_head() -> None:
 
 
 async def test_a_thousand_idle_connections_delay_no_request() -> None:
-    async with serving(CHUNKS, limits=Limits(head_s=60)) as served, AsyncExitStack() as clients:
+    async with serving(CHUNKS, limits=limits_of(head_s=60)) as served, AsyncExitStack() as clients:
         held: list[Raw] = [await clients.enter_async_context(raw(served.url)) for _ in range(1000)]
         await works(served)
         last = held[-1]
@@ -323,7 +322,7 @@ async def test_a_thousand_idle_connections_delay_no_request() -> None:
 
 
 async def test_connections_beyond_the_limit_are_told_so() -> None:
-    async with serving(limits=Limits(max_connections=5, head_s=60)) as served:
+    async with serving(limits=limits_of(max_connections=5, head_s=60)) as served:
         async with AsyncExitStack() as clients:
             for _ in range(5):
                 await clients.enter_async_context(raw(served.url))
@@ -339,7 +338,7 @@ async def test_connections_beyond_the_limit_are_told_so() -> None:
 
 
 async def test_far_more_connections_than_the_limit_are_hung_up_on() -> None:
-    async with serving(limits=Limits(max_connections=5, head_s=60)) as served, AsyncExitStack() as clients:
+    async with serving(limits=limits_of(max_connections=5, head_s=60)) as served, AsyncExitStack() as clients:
         many = [await clients.enter_async_context(raw(served.url)) for _ in range(5 + MAX_REFUSED + 3)]
         for client in many[-3:]:
             assert await client.is_closed()
@@ -404,7 +403,7 @@ async def test_a_reader_that_comes_back_again_and_again_leaves_nothing_behind() 
 
 
 async def test_a_websocket_whose_message_does_not_become_whole_is_closed() -> None:
-    async with serving(limits=Limits(body_s=0.1)) as served:
+    async with serving(limits=limits_of(body_s=0.1)) as served:
         address = served.url.replace("http", "ws") + "/v1/ask/socket"
         async with websockets.connect(address, close_timeout=1) as connection:
             waits = asyncio.Event()

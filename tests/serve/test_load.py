@@ -14,7 +14,7 @@ from streamrag import Append, Chunk
 from streamrag.serve import Limits
 from streamrag.testing import ScriptedBackend
 from tests.serve.raw import FINISH, OPEN, Raw, append, raw
-from tests.serve.serving import CHUNKS, PARIS, ROME, Serving, serving
+from tests.serve.serving import CHUNKS, PARIS, ROME, Serving, limits_of, serving
 
 QUESTION = "What is the capital of France?"
 MESSAGES = {"messages": [{"role": "user", "content": QUESTION}]}
@@ -101,7 +101,7 @@ async def test_a_client_that_asks_too_much_takes_no_place_from_another() -> None
 
 @pytest.mark.parametrize("interface", ASKED)
 async def test_a_deadline_ends_a_query_with_an_error(interface: str) -> None:
-    limits = Limits(deadline_s=0.3, stream_s=0.3)
+    limits = limits_of(deadline_s=0.3, stream_s=0.3)
     async with serving([anyio.Event()], limits=limits) as served, raw(served.url) as client:
         await ask(client, interface)
         status = await client.status()
@@ -207,7 +207,7 @@ def asked_for_much(limits: Limits) -> AbstractAsyncContextManager[Serving]:
 
 
 async def test_a_slow_reader_holds_up_itself_only() -> None:
-    async with asked_for_much(Limits(send_timeout_s=3_600.0)) as served, raw(served.url) as slow:
+    async with asked_for_much(limits_of(send_timeout_s=3_600.0)) as served, raw(served.url) as slow:
         slow.writer.transport.pause_reading()
         await slow.post("/v1/retrieve", {"query": "much"})
         await served.watcher.has_begun.wait()
@@ -217,7 +217,7 @@ async def test_a_slow_reader_holds_up_itself_only() -> None:
 
 
 async def test_a_slow_reader_is_left_after_a_while() -> None:
-    async with asked_for_much(Limits(send_timeout_s=0.2)) as served, raw(served.url) as slow:
+    async with asked_for_much(limits_of(send_timeout_s=0.2)) as served, raw(served.url) as slow:
         slow.writer.transport.pause_reading()
         await slow.post("/v1/retrieve", {"query": "much"})
         await served.watcher.has_ended.wait()

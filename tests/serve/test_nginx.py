@@ -105,8 +105,8 @@ async def test_a_body_that_is_still_being_sent_is_answered(tmp_path: Path) -> No
                 is_more = message["more_body"]
                 await send({"type": "http.response.body", "body": message["body"], "more_body": is_more})
 
-    options = {**OPTIONS, "more_routes": [Route("/echo", Echo(), methods=["POST"])]}
-    async with serving(app_options=options) as served, behind_nginx(served, tmp_path) as client:
+    routes = [Route("/echo", Echo(), methods=["POST"])]
+    async with serving(app_options=OPTIONS, more_routes=routes) as served, behind_nginx(served, tmp_path) as client:
         reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
         head = f"POST /echo HTTP/1.1\r\nHost: {NAME}\r\nTransfer-Encoding: chunked\r\n\r\n"
         writer.write(head.encode() + b"5\r\nfirst\r\n")
@@ -128,8 +128,8 @@ async def test_websockets_pass(tmp_path: Path) -> None:
                 return
             await socket.send_text(message["text"])
 
-    options = {**OPTIONS, "more_routes": [WebSocketRoute("/echo", echo)]}
-    async with serving(app_options=options) as served, behind_nginx(served, tmp_path) as client:
+    routes = [WebSocketRoute("/echo", echo)]
+    async with serving(app_options=OPTIONS, more_routes=routes) as served, behind_nginx(served, tmp_path) as client:
         host, port = client.base_url.host, client.base_url.port
         async with websockets.connect(f"ws://{NAME}/echo", host=host, port=port) as connection:
             for text in ("one", "two"):

@@ -18,12 +18,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from streamrag.serve import Limits
 from tests.serve.raw import FINISH, OPEN, append
 from tests.serve.requests import CASES, places
-from tests.serve.serving import serving
+from tests.serve.serving import limits_of, serving
 
-LIMITS = Limits(
+LIMITS = limits_of(
     max_requests_per_minute=10**9,
     max_body_bytes=20_000,
     max_frame_bytes=5_000,

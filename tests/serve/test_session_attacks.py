@@ -17,7 +17,7 @@ from streamrag.sessions.log.file import LogFile
 from streamrag.sessions.question_options import WatchOptions
 from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend
-from tests.serve.serving import Serving, serving
+from tests.serve.serving import Serving, limits_of, serving
 from tests.serve.test_session_socket import Talk
 from tests.serve.test_sessions import Clock, events_of, opened
 
@@ -149,7 +149,7 @@ async def test_a_session_s_question_is_charged_by_its_own_length() -> None:
 
 
 async def test_readers_of_a_session_are_bounded() -> None:
-    async with serving(limits=Limits(max_readers=2)) as served, AsyncExitStack() as ends:
+    async with serving(limits=limits_of(max_readers=2)) as served, AsyncExitStack() as ends:
         url = await opened(served)
         address = served.url.replace("http", "ws") + f"{url}/socket"
         reading = events_of(served, url)
@@ -216,7 +216,7 @@ async def test_a_planted_log_has_no_more_watches_than_a_session_may_have(tmp_pat
     planted.write(LogContents(SessionHeader("Watch.", 500, 0.5, "anonymous"), {}, watches))
     planted.close()
     backend = ScriptedBackend(answer="yes")
-    async with serving(backend=backend, session_log_dir=tmp_path, limits=Limits(max_watches=3)) as served:
+    async with serving(backend=backend, session_log_dir=tmp_path, limits=limits_of(max_watches=3)) as served:
         state = (await served.http.get(f"/v1/sessions/{id}")).json()
         assert state["watches"] == {f"w{i}": f"{i}?" for i in range(3)}
         full = await served.http.put(f"/v1/sessions/{id}/watches/more", json={"question": "More?"})

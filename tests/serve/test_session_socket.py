@@ -16,7 +16,7 @@ from streamrag.errors import BackendError
 from streamrag.serve import Limits
 from streamrag.testing import ScriptedBackend
 from tests.serve.responses.talking import freed as all_freed
-from tests.serve.serving import Serving, serving
+from tests.serve.serving import Serving, limits_of, serving
 from tests.serve.test_sessions import events_of, opened
 
 GIVE_UP_S = 20.0
@@ -157,7 +157,7 @@ BAD_FRAMES: list[tuple[str | bytes, str | None]] = [
 
 async def test_a_bad_frame_is_an_error_with_its_id_and_harms_no_other_connection() -> None:
     backend = ScriptedBackend(answer="Yes.")
-    async with serving(backend=backend, limits=Limits(max_frame_bytes=65_536)) as served:
+    async with serving(backend=backend, limits=limits_of(max_frame_bytes=65_536)) as served:
         url = await opened(served)
         async with talking(served, url) as talk, talking(served, url) as other:
             for frame, id in BAD_FRAMES:
@@ -240,7 +240,7 @@ async def test_a_client_of_a_socket_that_leaves_frees_its_questions(moment: str)
 
 async def test_a_socket_that_is_not_read_is_closed_and_others_go_on() -> None:
     backend = ScriptedBackend("x" * 8_000)
-    limits = Limits(send_timeout_s=0.2, max_tokens=8_000, max_queued_tokens=10_000_000)
+    limits = limits_of(send_timeout_s=0.2, max_tokens=8_000, max_queued_tokens=10_000_000)
     backend.model = type(backend.model)("scripted", backend.model.tokenizer, 50_000)
     async with serving(backend=backend, limits=limits) as served:
         url = await opened(served)

@@ -11,7 +11,7 @@ from httpx_sse import ServerSentEvent, aconnect_sse
 
 from streamrag.serve import Limits
 from streamrag.testing import ScriptedBackend
-from tests.serve.serving import Serving, serving
+from tests.serve.serving import Serving, limits_of, serving
 
 
 async def opened(served: Serving, **options: object) -> str:
@@ -193,8 +193,8 @@ async def test_a_client_that_leaves_an_answer_frees_it_and_the_session_goes_on()
 
 
 async def test_sessions_are_bounded_and_belong_to_their_client() -> None:
-    limits = Limits(max_sessions=3, max_sessions_per_client=2, max_watches=1)
-    async with serving(keys={"a": "alice", "b": "bob"}, limits=limits) as served:
+    limits = limits_of(max_sessions=5, max_watches=1)  # a client may have a quarter of them, rounded up
+    async with serving(keys={"a": "alice", "b": "bob", "c": "carol"}, limits=limits) as served:
         url = await opened(served)
         await opened(served)
         refused = await served.http.post("/v1/sessions", json={})
@@ -204,7 +204,11 @@ async def test_sessions_are_bounded_and_belong_to_their_client() -> None:
             for method, path in (("GET", url), ("DELETE", url), ("GET", f"{url}/events")):
                 assert (await bob.request(method, path)).status_code == 404
             assert (await bob.post("/v1/sessions", json={})).status_code == 201
-            assert (await bob.post("/v1/sessions", json={})).status_code == 429
+            assert (await bob.post("/v1/sessions", json={})).status_code == 201
+        async with httpx.AsyncClient(base_url=served.url, headers={"authorization": "Bearer c"}) as carol:
+            assert (await carol.post("/v1/sessions", json={})).status_code == 201
+            refused = await carol.post("/v1/sessions", json={})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "sessions")
         assert (await served.http.put(f"{url}/watches/one", json={"question": "x"})).status_code == 201
         assert (await served.http.put(f"{url}/watches/two", json={"question": "x"})).status_code == 429
         assert (await served.http.put(f"{url}/watches/one", json={"question": "y"})).status_code == 201

@@ -21,7 +21,7 @@ from streamrag.serve.config.factories import make_service
 from streamrag.serve.config.layers import load
 from streamrag.sessions.log.file import read_header
 from streamrag.testing import ScriptedBackend
-from tests.serve.serving import Serving, serving
+from tests.serve.serving import Serving, limits_of, serving
 from tests.serve.test_sessions import Clock, events_of, opened
 from tests.sessions.test_log import FullDisk, database, disk, names_in
 
@@ -125,7 +125,7 @@ async def test_a_session_outlives_a_restart_however_long_it_took_by_a_clock_that
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_s: float
 ) -> None:
     clock = Clocks()
-    limits = Limits(session_idle_s=1000, session_unused_s=100)
+    limits = limits_of(session_idle_s=1000, session_unused_s=100)
     async with kept(tmp_path, limits=limits) as (served, _):
         url, unasked = await opened(served), await opened(served)
         await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})
@@ -214,13 +214,8 @@ async def test_the_sessions_and_tokens_of_each_client_are_counted_right(
     clock = Clocks()
     monkeypatch.setattr("streamrag.serve.session_store.store.time", clock)
     monkeypatch.setattr("streamrag.serve.session_store.served_session.time", clock)
-    limits = Limits(
-        max_sessions=4,
-        max_sessions_per_client=3,
-        max_session_tokens=2000,
-        max_session_tokens_per_client=1000,
-        session_idle_s=1000,
-    )
+    monkeypatch.setattr("streamrag.serve.session_store.store.CLIENT_SHARE", 0.5)
+    limits = limits_of(max_sessions=5, max_session_tokens=2000, session_idle_s=1000)
 
     async def may_open(who: httpx.AsyncClient, window_tokens: int | None, **options: Any) -> str:
         """The new session's address, or why there is none."""
@@ -241,6 +236,7 @@ async def test_the_sessions_and_tokens_of_each_client_are_counted_right(
         three, four = await may_open(alice, 500), await may_open(alice, 100)
         assert await may_open(alice, 1) == "client_sessions"
         assert (await may_open(bob, 900)).startswith("/v1")
+        assert (await may_open(bob, 1)).startswith("/v1")
         assert await may_open(bob, 1) == "sessions"
         assert (await alice.delete(three)).status_code == (await alice.delete(four)).status_code == 204
     os.utime(tmp_path / f"{two.rpartition('/')[2]}.sqlite", (time.time() - 2000,) * 2)
@@ -252,19 +248,20 @@ async def test_the_sessions_and_tokens_of_each_client_are_counted_right(
         kept_ones = [await may_open(alice, 300) for _ in range(3)]
         assert await may_open(alice, 1) == "client_sessions"
         assert all(each.startswith("/v1") for each in kept_ones)
+    monkeypatch.setattr("streamrag.serve.session_store.store.CLIENT_SHARE", 1.0)
     async with kept(tmp_path, limits=limits.model_copy(update={"max_session_tokens": 1850})) as (served, bob):
         for url in kept_ones:
             assert (await served.http.get(url)).status_code == 200
         assert (await served.http.delete(kept_ones[0])).status_code == 204
-        assert await may_open(served.http, 351) == "session_tokens"
-        assert (await may_open(served.http, 350)).startswith("/v1")
+        assert await may_open(served.http, 350) == "session_tokens"
+        assert (await may_open(served.http, 349)).startswith("/v1")
 
 
 async def test_a_session_that_was_never_used_ends_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clocks()
     monkeypatch.setattr("streamrag.serve.session_store.store.time", clock)
     monkeypatch.setattr("streamrag.serve.session_store.served_session.time", clock)
-    async with kept(tmp_path, limits=Limits(session_idle_s=1000, session_unused_s=10)) as (served, _):
+    async with kept(tmp_path, limits=limits_of(session_idle_s=1000, session_unused_s=10)) as (served, _):
         used, unused = await opened(served), await opened(served)
         await served.http.get(used)
         clock.now_s += 11
@@ -297,7 +294,7 @@ async def test_readers_alone_do_not_keep_a_session_for_ever(tmp_path: Path, monk
     clock = Clocks()
     monkeypatch.setattr("streamrag.serve.session_store.store.time", clock)
     monkeypatch.setattr("streamrag.serve.session_store.served_session.time", clock)
-    async with kept(tmp_path, limits=Limits(session_idle_s=10, session_read_s=100)) as (served, _):
+    async with kept(tmp_path, limits=limits_of(session_idle_s=10, session_read_s=100)) as (served, _):
         url = await opened(served)
         events = events_of(served, url)
         await anext(events)

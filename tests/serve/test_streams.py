@@ -10,7 +10,7 @@ import pytest
 from streamrag.serve import Limits
 from streamrag.testing import ScriptedBackend
 from tests.serve.raw import FINISH, OPEN, Raw, append, raw
-from tests.serve.serving import serving
+from tests.serve.serving import limits_of, serving
 
 
 async def opened(client: Raw, **options: Any) -> None:
@@ -170,7 +170,7 @@ async def test_a_bad_line_ends_its_stream_and_says_which_it_is(line: bytes, para
     ],
 )
 async def test_a_stream_that_does_not_begin_well_has_a_status(line: object, status: int) -> None:
-    async with serving(limits=Limits(max_frame_bytes=10_000)) as served, raw(served.url) as client:
+    async with serving(limits=limits_of(max_frame_bytes=10_000)) as served, raw(served.url) as client:
         await client.post("/v1/streams")
         await client.line(line)
         assert await client.status() == status
@@ -203,7 +203,7 @@ async def test_a_body_that_ends_may_count_as_finish() -> None:
 
 
 async def test_a_line_that_is_too_long_ends_its_stream_before_it_has_come() -> None:
-    async with serving(limits=Limits(max_frame_bytes=2000)) as served, raw(served.url) as client:
+    async with serving(limits=limits_of(max_frame_bytes=2000)) as served, raw(served.url) as client:
         await opened(client)
         await client.piece(b"x" * 3000)
         error = (await client.until("error"))["error"]
@@ -211,7 +211,7 @@ async def test_a_line_that_is_too_long_ends_its_stream_before_it_has_come() -> N
 
 
 async def test_a_stream_that_is_too_long_ends() -> None:
-    async with serving(limits=Limits(max_stream_bytes=4000)) as served, raw(served.url) as client:
+    async with serving(limits=limits_of(max_stream_bytes=4000)) as served, raw(served.url) as client:
         await opened(client)
         for _ in range(5):
             await client.line(append("x" * 1000))
@@ -234,7 +234,7 @@ async def test_a_client_that_says_nothing_is_left_unless_it_shows_that_it_lives(
 
 
 async def test_a_stream_that_is_never_opened_is_left_sooner_since_it_has_no_place() -> None:
-    async with serving(limits=Limits(body_s=0.3)) as served, raw(served.url) as client:
+    async with serving(limits=limits_of(body_s=0.3)) as served, raw(served.url) as client:
         await client.post("/v1/streams")
         await client.piece(b'{"type": "open", "que')
         assert await client.status() == 408
@@ -244,7 +244,7 @@ async def test_a_stream_that_is_never_opened_is_left_sooner_since_it_has_no_plac
 async def test_a_client_that_is_ahead_of_the_engine_is_held_up() -> None:
     """The backend takes no second prompt, so what is sent waits: in the service up to a frame, then in TCP."""
     backend = ScriptedBackend(answer="It is Paris.", hold=anyio.Event())
-    limits = Limits(max_frame_bytes=50_000, max_stream_bytes=1 << 30)
+    limits = limits_of(max_frame_bytes=50_000, max_stream_bytes=1 << 30)
     num_sent = 0
     async with serving(backend=backend, limits=limits) as served, raw(served.url) as client:
         await opened(client)

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
-from streamrag import Append, Chunk, SourceError, WebSource, search_engine
+from streamrag import Append, Chunk, CrawlOptions, SourceError, WebSource, search_engine
 from streamrag.serve import Service
 from streamrag.serve.observe.observer import ServedQuery
 from streamrag.serve.observe.tracing import MAX_EVENTS, Tracing, context_of, to_otlp
@@ -182,7 +182,9 @@ async def test_a_search_engine_is_told_of_the_trace_and_pages_only_if_that_is_sw
             pass
 
     with listening(Site) as url:
-        source = WebSource(search_engine(url), allow_private=True, max_depth=0, send_traceparent=send_traceparent)
+        source = WebSource(
+            search_engine(url), CrawlOptions(allow_private=True, max_depth=0, send_traceparent=send_traceparent)
+        )
         service = Service(ScriptedBackend(), source, observers=[tracing(spans)])
         await service.start()
         caller = Caller("1", "ada", TRACEPARENT)
@@ -252,7 +254,7 @@ def test_a_missing_tracing_package_is_named_with_its_extra(missing: str) -> None
         "except MissingDependencyError as error: print(error)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install '.[otel]'" in ran.stdout
+    assert "pip install '.[serve]'" in ran.stdout
 
 
 class Collector(BaseHTTPRequestHandler):

@@ -8,6 +8,7 @@ from typing import Any
 from website import Website
 
 from streamrag.core import Append, CutShort, Skipped, SourceEvent
+from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.web import WebSource
 
 QUERY = "How do penguins swim?"
@@ -20,7 +21,8 @@ def maker(started: WebSource, site: Website) -> NewSource:
     """Makes sources that start at `site`, if nothing else is said, with the workers of `started`."""
 
     def new(urls: Any = None, **options: Any) -> WebSource:
-        source = WebSource([site.url()] if urls is None else urls, **{"allow_private": True, **options})
+        crawl_options = CrawlOptions(**{"allow_private": True, **options})
+        source = WebSource([site.url()] if urls is None else urls, crawl_options)
         source._workers, source._ssl_context = started._workers, started._ssl_context
         return source
 

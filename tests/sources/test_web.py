@@ -32,6 +32,7 @@ from streamrag.errors import (
     UnsafeUrlError,
     WorkerError,
 )
+from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.start_urls import StartUrls
 from streamrag.sources.crawl.web import WebSource
 from streamrag.sources.http import ssrf_guard
@@ -51,7 +52,7 @@ WORKERS_OWN_TASKS = {"crawl worker start", "crawl worker stderr", "crawl worker 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started() -> AsyncIterator[WebSource]:
     """A source whose two workers the tests share: they take a second to start."""
-    source = WebSource(["http://docs.example/"], max_page_cpu_s=60)
+    source = WebSource(["http://docs.example/"], CrawlOptions(max_page_cpu_s=60))
     await source.start(lambda line: None)
     yield source
     await source.aclose()
@@ -357,7 +358,7 @@ async def test_a_host_of_which_two_pages_take_too_long_is_given_up(site: Website
 async def test_a_page_over_a_limit_of_reading_is_skipped_and_leaves_a_gap(site: Website) -> None:
     site.add("/", text("Emperor", "/slow"))
     site.add("/slow", SLOW)
-    source = WebSource([site.url()], allow_private=True, num_workers=1, max_page_cpu_s=0.5)
+    source = WebSource([site.url()], CrawlOptions(allow_private=True, num_workers=1, max_page_cpu_s=0.5))
     await source.start(lambda line: None)
     events = await crawl(source)
     await source.aclose()
@@ -756,7 +757,13 @@ async def test_a_function_that_hangs_leaves_the_programs_own_threads_alone(new: 
 )
 async def test_values_that_cannot_work_are_refused(urls: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigurationError, UnsafeUrlError), match=message):
-        WebSource(["http://docs.example/"] if urls is None else urls, **options)
+        WebSource(["http://docs.example/"] if urls is None else urls, CrawlOptions(**options))
+
+
+async def test_options_that_are_no_crawl_options_are_refused() -> None:
+    options: Any = {"max_depth": 1}
+    with pytest.raises(ConfigurationError, match=r"options=.* must be an instance of CrawlOptions"):
+        WebSource(["http://docs.example/"], options)
 
 
 # -------------------------------------------------------------------------------------------------- starting and ending
@@ -776,7 +783,7 @@ async def test_starting_and_closing_leave_nothing_behind(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     site.add("/", text("Emperor"))
-    source = WebSource([site.url()], allow_private=True, num_workers=1)
+    source = WebSource([site.url()], CrawlOptions(allow_private=True, num_workers=1))
     lines: list[str] = []
     for _ in range(2):
         await source.start(lines.append)
@@ -793,7 +800,7 @@ async def test_starting_and_closing_leave_nothing_behind(
 
 async def test_closing_the_source_ends_its_crawls_with_an_error(site: Website) -> None:
     site.add("/", SLOW)
-    source = WebSource([site.url()], allow_private=True, num_workers=1)
+    source = WebSource([site.url()], CrawlOptions(allow_private=True, num_workers=1))
     await source.start(lambda line: None)
     crawling = asyncio.create_task(crawl(source))
     await until(lambda: num_busy(source))
@@ -846,7 +853,7 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browsing(browser: tuple[str, int]) -> AsyncIterator[WebSource]:
-    source = WebSource(["http://docs.example/"], cdp_url=browser[0], num_workers=1)
+    source = WebSource(["http://docs.example/"], CrawlOptions(cdp_url=browser[0], num_workers=1))
     await source.start(lambda line: None)
     yield source
     await source.aclose()
@@ -948,4 +955,4 @@ async def test_a_browser_that_is_closed_is_an_error_and_one_that_is_not_there_to
     with pytest.raises(WorkerError, match="nothing listens at"):
         await crawl(browse())
     with pytest.raises(UnreachableError, match=f"no browser answers at cdp_url='{browser[0]}'; start one with"):
-        await WebSource(["http://docs.example/"], cdp_url=browser[0]).start(lambda line: None)
+        await WebSource(["http://docs.example/"], CrawlOptions(cdp_url=browser[0])).start(lambda line: None)

@@ -14,6 +14,7 @@ from test_pdf import changed, pdf, with_content
 from website import Website
 
 from streamrag.core import Append, SourceEvent
+from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.web import WebSource
 
 pytest.importorskip("crawl4ai")
@@ -24,7 +25,7 @@ DISALLOWED = "robots.txt of its host does not allow it"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started() -> AsyncIterator[WebSource]:
-    source = WebSource(["http://docs.example/"], num_workers=1)
+    source = WebSource(["http://docs.example/"], CrawlOptions(num_workers=1))
     await source.start(lambda line: None)
     yield source
     await source.aclose()
@@ -232,8 +233,8 @@ async def test_a_second_question_fetches_and_cleans_nothing_again(
     site.add("/", text("Emperor", "/a"), headers=fresh)
     site.add("/a", text("King"), headers=fresh)
     cache = tmp_path / "cache"
-    first = WebSource([site.url()], allow_private=True, num_workers=1, cache_folder=cache)
-    second = WebSource([site.url()], allow_private=True, num_workers=1, cache_folder=cache)
+    first = WebSource([site.url()], CrawlOptions(allow_private=True, num_workers=1, cache_folder=cache))
+    second = WebSource([site.url()], CrawlOptions(allow_private=True, num_workers=1, cache_folder=cache))
     try:
         await first.start(lambda line: None)
         events = await crawl(first)

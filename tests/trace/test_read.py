@@ -160,5 +160,5 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_without_zstandard_its_install_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[trace\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install zstandard"):
         write_trace(three_queries(), tmp_path / "trace.jsonl.zst")

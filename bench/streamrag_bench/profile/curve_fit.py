@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 
 from streamrag.engine.costs.copy_costs import CopyPoint
-from streamrag.engine.costs.step_parts import StepPart, context_pairs, own_pairs
+from streamrag.engine.costs.step_profiles import StepPart, context_pairs, own_pairs
 from streamrag.errors import ConfigurationError
 
 

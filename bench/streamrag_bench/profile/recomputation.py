@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from streamrag.engine.costs.step_parts import StepPart
+from streamrag.engine.costs.step_profiles import StepPart
 from streamrag.errors import BackendError
 from streamrag.support.tasks import cancel_and_wait
 from streamrag_bench.measured_engine import EngineClient, MeasuredStep

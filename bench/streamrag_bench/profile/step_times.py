@@ -14,8 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
-from streamrag.engine.costs.step_parts import StepPart
-from streamrag.engine.costs.step_profiles import TableProfile
+from streamrag.engine.costs.step_profiles import StepPart, TableProfile
 from streamrag.errors import BackendError
 from streamrag.trace.values import TracedChunk
 from streamrag_bench.measured_engine import EngineClient, MeasuredStep

@@ -47,7 +47,7 @@ class PublicLoad:
 
 @cache
 def read_statistics() -> dict[str, Any]:
-    """Return the committed quantile tables; `bench/studies/public_traces/benchmark_statistics.py` makes them."""
+    """Return the committed quantile tables; `bench/studies/public_benchmark/load_statistics.py` makes them."""
     values: dict[str, Any] = json.loads((resources.files(__package__) / "statistics.json").read_text())
     return values
 

@@ -1,14 +1,13 @@
-"""Helpers for plots: texts, panels, axes in seconds, SVG and PNG output. They import matplotlib late: it takes long."""
+"""Helpers for plots: texts, panels, axes in seconds, SVG output. They import matplotlib late: it takes long."""
 
 import io
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrag.display_text import one_line
-from streamrag.support.files import write_atomic
 
+MAX_POINTS = 300
 MAX_IN_PICTURE = 120  # characters of one text, whose length decides the picture's size
 
 
@@ -70,12 +69,19 @@ def formatter(write: Callable[[float], str]) -> Any:
     return FuncFormatter(lambda value, _: write(value))
 
 
-def write_png(figure: Any, path: Path, title: str) -> None:
-    """Write the figure, with a title, as PNG. Raises ConfigurationError if the file cannot be written."""
-    figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
-    write_atomic(path, drawn.getvalue())
+def add_ccdf(panel: Any, values: Sequence[float], least: float, **style: Any) -> None:
+    """Draw the share of values above each value, thinned out to about `MAX_POINTS`; nothing without values.
+
+    least: what smaller values are drawn as, because a logarithmic axis has no zero.
+    """
+    ordered = sorted(max(value, least) for value in values)
+    num = len(ordered)
+    if not num:
+        return
+    # Ranks are spaced evenly on the logarithmic axis: all requests of the tail, few of the body.
+    steps = {round(num ** (i / MAX_POINTS)) for i in range(MAX_POINTS + 1)}
+    ranks = sorted((min(step, num) for step in steps), reverse=True)
+    panel.plot([ordered[num - rank] for rank in ranks], [rank / num for rank in ranks], **style)
 
 
 def as_svg(figure: Any) -> str:

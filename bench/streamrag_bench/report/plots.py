@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamrag_bench.grid import describe_qps
-from streamrag_bench.report.canvas import as_svg, for_picture, formatter, make_panels, plain_log_ticks, seconds_upwards
+from streamrag_bench.report.canvas import (
+    add_ccdf,
+    as_svg,
+    for_picture,
+    formatter,
+    make_panels,
+    plain_log_ticks,
+    seconds_upwards,
+)
 from streamrag_bench.report.comparison import LoadComparison, Values
 
 GREY = "#8a8a8a"
@@ -15,7 +23,6 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8c564b", "#1
 ARM_COLOURS = {"no-streaming": "#000000", "warming": "#e69f00", "stock-sessions": "#7a4ea3"}
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 FLOOR: dict[str, Any] = {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1.1}
-MAX_POINTS = 300
 MIN_S = 1e-4  # shorter times are clipped to this, because a logarithmic axis has no zero
 TIMES: tuple[tuple[str, Values], ...] = (
     ("ttft_after_retrieval_s", lambda d: d.ttft_after_retrieval_s),
@@ -29,10 +36,11 @@ def draw_ccdf(comparison: LoadComparison) -> str:
     for panel, qps in zip(panels, comparison.qps, strict=True):
         panel.set_title(describe_qps(qps), loc="left", fontsize=10)
         floors = comparison.floors(qps)
-        _ccdf(panel, floors.values(lambda d: d.floor_s), **FLOOR)
+        add_ccdf(panel, floors.values(lambda d: d.floor_s), MIN_S, **FLOOR)
         for variant in comparison.variants:
             if pool := comparison.pools.get((variant, qps)):
-                _ccdf(panel, pool.values(lambda d: d.ttft_after_retrieval_s), **_style(comparison, variant))
+                style = _style(comparison, variant)
+                add_ccdf(panel, pool.values(lambda d: d.ttft_after_retrieval_s), MIN_S, **style)
         _share_axis(panel, len(floors.values(lambda d: d.floor_s)))
         plain_log_ticks(panel.xaxis)
         panel.set_xlabel("ttft_after_retrieval_s (seconds)")
@@ -45,7 +53,7 @@ def draw_distributions(values_of: Sequence[tuple[str, bool, Sequence[float]]], l
     figure, (panel,) = make_panels(1, 3.5)
     for number, (name, is_simulated, values) in enumerate(values_of):
         style = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[1 if is_simulated else 0]}
-        _ccdf(panel, values, label=for_picture(name), linewidth=1.6, **style)
+        add_ccdf(panel, values, MIN_S, label=for_picture(name), linewidth=1.6, **style)
     _share_axis(panel, max([1, *(len(values) for _, _, values in values_of)]))
     plain_log_ticks(panel.xaxis)
     panel.set_xlabel(f"{label} (seconds)")
@@ -90,18 +98,6 @@ def _style(comparison: LoadComparison, variant: str) -> dict[str, Any]:
     colour = COLOURS[policies.index(own.policy) % len(COLOURS)]
     dashes = DASHES[evictions.index(own.eviction) % len(DASHES)]
     return {"color": colour, "linestyle": dashes, "linewidth": 1.6}
-
-
-def _ccdf(panel: Any, values: Sequence[float], **style: Any) -> None:
-    """Draw the share of values above each value, thinned out to about `MAX_POINTS`; nothing without values."""
-    ordered = sorted(max(value, MIN_S) for value in values)
-    num = len(ordered)
-    if not num:
-        return
-    # Ranks are spaced evenly on the logarithmic axis: all requests of the tail, few of the body.
-    steps = {round(num ** (i / MAX_POINTS)) for i in range(MAX_POINTS + 1)}
-    ranks = sorted((min(step, num) for step in steps), reverse=True)
-    panel.plot([ordered[num - rank] for rank in ranks], [rank / num for rank in ranks], **style)
 
 
 def _share_axis(panel: Any, num_requests: int) -> None:

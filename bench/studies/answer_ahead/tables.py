@@ -1,18 +1,18 @@
-"""Write the tables about drafts and copies into their page, from the results files, without running anything.
+"""Write the table about drafts into its page, from the results file, without running anything.
 
     python -m studies.answer_ahead.tables
 
-`make -C bench answer-ahead copies` does this at its end. A test compares the page with the files.
+`make -C bench answer-ahead` does this at its end. A test compares the page with the file.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamrag.support.files import write_atomic
 from studies.folders import DOCS
-from studies.page_tables import table, with_tables
+from studies.markdown_tables import table, with_tables
 
 RESULTS = Path(__file__).parent
 PAGE = DOCS / "answer-ahead.md"
@@ -44,27 +44,9 @@ def measured_table(found: Loads) -> str:
     )
 
 
-def copies_table(found: Mapping[str, Loads]) -> str:
-    """Return what each way to speculate gives, by halves of the answers."""
-    head = ["speculation", "answers", "tokens a step", "accepted of verified", "seconds an answer", "ratio"]
-    head += ["same tokens"]
-
-    def cells(half: str, way: str, row: Summary) -> Iterator[str]:
-        yield from (way, half)
-        yield f"{row['tokens_per_step']:.1f}"
-        yield f"{row['num_accepted']} of {row['num_verified']}" if row["num_verified"] else ""
-        yield f"{row['decode_s_mean']:.2f}"
-        yield f"{row['ratio']:.1f}x"
-        yield f"{row['num_equal']} of {row['num_answers']}"
-
-    return table(head, ([*cells(half, way, row)] for half, ways in found.items() for way, row in ways.items()))
-
-
 def page_tables() -> dict[str, str]:
-    """Return the tables of the page by name, from the results files."""
-    measured = json.loads((RESULTS / "results.json").read_text())["loads"]
-    copies = json.loads((RESULTS / "copies.json").read_text())["halves"]
-    return {"measured": measured_table(measured), "copies": copies_table(copies)}
+    """Return the tables of the page by name, from the results file."""
+    return {"measured": measured_table(json.loads((RESULTS / "results.json").read_text())["loads"])}
 
 
 def main() -> None:

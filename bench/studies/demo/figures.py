@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from streamrag_bench.compare.interval import interval
+
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from demo_comparison import interval  # noqa: E402
-
 RESULTS = Path(__file__).with_name("results.json")
 LIVE_SEARCH = Path(__file__).with_name("near_end.json")
 """The demo's search with its reranker, on the model's cores. The demo's pairs replay it, and compute no ranking."""
@@ -80,12 +78,12 @@ def draw(pair: Pair) -> str:
 
     for top, label, row in ((36, "Streaming", pair[0]), (166, "Not streaming", pair[1])):
         retrieved_s, first_token_s = row["retrieval_s"], row["ttft_s"]
-        prefill_s = row["first_chunk_s"] if label == "Streaming" else retrieved_s
         text(16, top + 6, label, style=' font-weight="600"')
         text(16, top + 28, "retrieval", GREY)
         text(16, top + 60, "model", GREY)
         bar(top + 10, 0, retrieved_s, RETRIEVAL)
-        bar(top + 42, prefill_s, first_token_s, PREFILL)
+        for start_s, end_s in row["prefill_s"]:
+            bar(top + 42, start_s, end_s, PREFILL)
         bar(top + 42, first_token_s, row["total_s"], DECODE)
         x_0, x_1, y = LEFT + retrieved_s * scale, LEFT + first_token_s * scale, top + 80
         parts += [f'<path d="M{x:.1f} {top + 8}V{y + 5}" stroke="{INK}" stroke-dasharray="3 3"/>' for x in (x_0, x_1)]

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 RANDOM_MODEL: dict[str, Any] = {"hidden_size": 256, "num_layers": 5, "num_heads": 4, "num_kv_heads": 2}
-"""That of `make -C bench demo-ray`."""
+"""A Llama of a few million parameters, which are random."""
 MAX_MODEL_LEN = 2_048
 NUM_PASSAGES, PASSAGE_WORDS = 3, (30, 60)
 NUM_RANDOM_TOKENS = 800

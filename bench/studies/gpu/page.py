@@ -9,6 +9,7 @@ from typing import Any
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import recompute_s
 from streamrag.support.files import write_atomic
+from studies.markdown_tables import table
 
 PROMPTS = (512, 2_048, 8_192, 16_384)
 COUNTS = {"tokens_saved": "tokens saved", "tokens_loaded": "loaded"}
@@ -33,7 +34,8 @@ def write_page(folder: Path, page: Path) -> None:
         out, back = (device[f"{way}_bytes_per_s"] / 1e9 for way in ("to_host", "to_device"))
         lines += [f"Pinned host memory: {out:.1f} GB/s to it, {back:.1f} GB/s from it.", ""]
     for name, (title, write) in SECTIONS.items():
-        lines += [f"## {title}", "", *(write(found[name]) if name in found else ["Not measured."]), ""]
+        section = write(found[name]) if name in found else ["Not measured."]
+        lines += [f"## {title}", "", *map(str.rstrip, section), ""]
     write_atomic(page, "\n".join(lines).rstrip() + "\n")
 
 
@@ -43,11 +45,6 @@ def _probe(values: Mapping[str, Any]) -> str:
     out, back = (values[f"num_bytes_{way}"] / values[f"{way}_s"] / 1e9 for way in ("out", "in"))
     num = f"{values['num_blocks_out']:,}"
     return f"KV blocks copied without an engine, {num} each way: right; {out:.1f} GB/s out, {back:.1f} GB/s in."
-
-
-def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
-    aligned = ["---", *["---:"] * (len(head) - 1)]
-    return [f"| {' | '.join(row)} |" for row in (head, aligned, *rows)]
 
 
 def _exact(values: Mapping[str, Any]) -> list[str]:
@@ -69,7 +66,7 @@ def _exact(values: Mapping[str, Any]) -> list[str]:
         "with KV memory for a third of them. Each answer is compared with vLLM's to the same prompt alone. Evicted KV: "
         f"{values.get('eviction', '?')}.",
         "",
-        *_table(
+        table(
             ("answer", "same tokens", "log-probabilities differ, median", "most", "preemptions", *COUNTS.values()), rows
         ),
     ]
@@ -88,24 +85,8 @@ def _profile(values: Mapping[str, Any]) -> list[str]:
     return [
         f"{profile.name}; steps of at most {budget:,} tokens; milliseconds.",
         "",
-        *_table(("tokens", "recompute", "copy in", "copy out"), (row(num) for num in PROMPTS)),
+        table(("tokens", "recompute", "copy in", "copy out"), (row(num) for num in PROMPTS)),
     ]
-
-
-def _copies(values: Mapping[str, Any]) -> list[str]:
-    rows = (
-        (
-            kind,
-            f"{of['ratio']:.3f}",
-            f"{of['ratio_p10']:.2f} to {of['ratio_p90']:.2f}",
-            f"{1e3 * of['step_s']:.2f}",
-            f"{of['blocks_per_step']:.0f}",
-            f"{of['share_of_time_copying']:.0%}",
-        )
-        for kind, of in values["results"].items()
-    )
-    head = ("steps that", "with copies, without = 1", "P10 to P90", "ms without", "blocks a step", "copying")
-    return _table(head, rows)
 
 
 def _loads(values: Mapping[str, Any]) -> list[str]:
@@ -129,7 +110,7 @@ def _loads(values: Mapping[str, Any]) -> list[str]:
         f"Model runner {values.get('model_runner', '?')}. Milliseconds to the first token, measured, and simulated "
         "with the measured profile:",
         "",
-        *_table((*head, *columns, "floor P50", "busy s"), rows()),
+        table((*head, *columns, "floor P50", "busy s"), rows()),
     ]
 
 
@@ -140,6 +121,5 @@ SECTIONS: dict[str, tuple[str, Callable[[Mapping[str, Any]], list[str]]]] = {
     "bfloat16": ("Exactness in bfloat16", _exact),
     "invariant": ("Exactness with batch-invariant kernels", _exact),
     "profile": ("Recomputing and copying", _profile),
-    "copies": ("Copies beside steps", _copies),
 }
 """The title and the writer of each part's section."""

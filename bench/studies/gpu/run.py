@@ -12,7 +12,6 @@ Only with --only, because each takes minutes more:
 exact, bfloat16, invariant  as `swap`, with all that vLLM's own scheduler answers; in the dtype in which models are
          served; and with vLLM's batch-invariant kernels, where no difference should remain
 profile  the times to recompute and to copy KV, as a hardware profile
-copies   do steps take longer while KV is copied beside them?
 
 Each part is a process of its own, stopped at its limit or when the time of all is over, and writes its results as they
 come. The same command keeps finished parts, and goes on with the others. FOLDER is $OUT/gpu, or bench-results/gpu. The
@@ -42,7 +41,7 @@ from .engines import ENVIRONMENT, SIZES, Device, measured_model
 from .page import write_page
 
 NAMES = ("probe", "swap", "loads", "predict")
-MORE_NAMES = ("exact", "bfloat16", "invariant", "profile", "copies")
+MORE_NAMES = ("exact", "bfloat16", "invariant", "profile")
 LIMIT_S = 900.0
 
 
@@ -62,7 +61,6 @@ def make_parts(device: Device, engine_args: Mapping[str, Any], model: Path, outp
     float32 = (*exact, json.dumps({**engine_args, **sizes.float32_args}))
     loads = ("-m", "studies.gpu.loads", "--device", device, "--json", files["loads"])
     profile = ("-m", "streamrag", "profile", "--max-model-len", str(sizes.max_model_len))
-    copies = ("-m", "studies.gpu.copy_overlap", "--model", str(model), "--engine-args", measured)
     return {
         "probe": Part(120, ("-m", "studies.gpu.device", "--device", device, "--json", files["probe"])),
         "swap": Part(180, (*float32, "--alone", "--json", files["swap"])),
@@ -74,7 +72,6 @@ def make_parts(device: Device, engine_args: Mapping[str, Any], model: Path, outp
         "profile": Part(
             420, (*profile, "--model", str(model), "--engine-args", measured, "--output", files["profile"])
         ),
-        "copies": Part(300, (*copies, "--json", files["copies"])),
     }
 
 

@@ -13,24 +13,23 @@ import importlib.metadata
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 
 from streamrag.testing import make_demo_model
 from studies.folders import KEPT
 from studies.results_file import write_results
+from studies.servers import start_server
 
 NUM_REQUESTS, RATE, CONCURRENCY, NUM_INPUT, NUM_OUTPUT = 20, 0.5, 4, 256, 32
 NAME = "harness-model"
@@ -65,43 +64,13 @@ def server_command(server: str, model: Path, port: int) -> list[str]:
     """Return the command of a server, both with the same engine."""
     own = [sys.executable, "-m", "streamrag", "serve", "--model.served_name", NAME]
     own += [part for name, text in PLAIN_PROMPT.items() for part in (f"--prompt.{name}", text)]
-    own += ["--engine.dtype", "float32", "--engine.kv_cache_bytes", str(KV_BYTES)]
-    own += ["--engine.max_num_batched_tokens", "512", "--engine.max_num_seqs", "16"]
+    engine_args = {"dtype": "float32", "max_num_batched_tokens": 512, "max_num_seqs": 16}
+    own += ["--engine.kv_cache_bytes", str(KV_BYTES), "--engine.engine_args", json.dumps(engine_args)]
     other = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", NAME]
     other += ["--dtype", "float32", "--kv-cache-memory-bytes", str(KV_BYTES), "--enable-prefix-caching"]
     other += ["--max-num-batched-tokens", "512", "--max-num-seqs", "16", "--block-size", "32", "--enforce-eager"]
     shared = ["--model", str(model), "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port)]
     return [*(own if server == "streamrag" else other), *shared]
-
-
-@contextmanager
-def start_server(server: str, model: Path, log: Path) -> Iterator[str]:
-    """Start a server, wait until it is ready, and give its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    # Ours lets the engine use both of two cores; vLLM's own default would reserve one.
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-    with log.open("w") as written:
-        command = server_command(server, model, port)
-        process = subprocess.Popen(command, stdout=written, stderr=written, env=environment)
-        try:
-            while not is_ready(url):
-                if process.poll() is not None:
-                    raise SystemExit(f"{server} has not started:\n{log.read_text()[-4000:]}")
-                time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def is_ready(url: str) -> bool:
-    """Return whether the server answers under vLLM's name for it, which is also ours."""
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).is_success
-    except httpx.TransportError:
-        return False
 
 
 # ----------------------------------------------------------------------------------------------------- the harnesses
@@ -216,7 +185,8 @@ def measure(programs: Mapping[str, str], model: Path, num_rounds: int, keep: Pat
             if (folder / "done").exists():
                 continue
             for missing in [one for one in SERVERS if one not in urls]:
-                urls[missing] = stack.enter_context(start_server(missing, model, keep / f"{missing}.log"))
+                command_of = partial(server_command, missing, model)
+                urls[missing] = stack.enter_context(start_server(command_of, keep / f"{missing}.log"))
             run_harness(name, programs[name], urls[server], model, number, folder)
     runs = []
     for (number, name, server), folder in places.items():

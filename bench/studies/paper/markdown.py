@@ -4,15 +4,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 from streamrag_bench.report.html import figure_text
+from studies import markdown_tables
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
-    """A Markdown table; the first columns to the left, the others to the right. Nothing if there are no rows."""
-    lines = [list(row) for row in rows]
-    if not lines:
-        return "*Not simulated yet.*\n"
-    rule = ["---" if index < num_left else "---:" for index in range(len(head))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [list(head), rule, *lines]) + "\n"
+    """A Markdown table; a note if there are no rows."""
+    lines = list(rows)
+    return markdown_tables.table(head, lines, num_left=num_left) if lines else "*Not simulated yet.*\n"
 
 
 def triple(values: Iterable[float | None]) -> str:

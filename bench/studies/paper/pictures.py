@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamrag.support.files import write_atomic
-from streamrag_bench.report.canvas import formatter, make_panels, plain_log_ticks
+from streamrag_bench.report.canvas import add_ccdf, formatter, make_panels, plain_log_ticks
 
 GREY, GRID = "#8a8a8a", "#e3e3e3"
 # After Okabe and Ito, for any colour vision.
@@ -24,13 +24,10 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "floor": {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1.1},
     "published: not streaming": {"color": "#000000", "linestyle": "", "marker": "x", "markersize": 6},
     "published: FCFS": {"color": "#0072b2", "linestyle": "", "marker": "x", "markersize": 6},
-    "recompute": {"color": "#d9762b"},
-    "copy out and back": {"color": "#2f6690"},
 }
-OTHERS = ("#56b4e9", "#8c564b", "#17324d", "#9acd32")
-MAX_POINTS = 300
 MIN_S = 1e-3
 """Shorter times are drawn here: a logarithmic axis has no zero."""
+OTHERS = ("#56b4e9", "#8c564b", "#17324d", "#9acd32")
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def draw_ccdfs(panels: Sequence[Curves], label: str, *, num_columns: int = 4, le
         axis.set_title(title, loc="left", fontsize=9)
         num = max((len(of) for of in values.values()), default=1)
         for name, of in values.items():
-            _ccdf(axis, of, least, **style(name))
+            add_ccdf(axis, of, least, **style(name))
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_ylim(max(0.7 / max(num, 1), 1e-4), 1.2)
@@ -116,23 +113,17 @@ def draw_lines(
     y_label: str,
     *,
     num_columns: int = 3,
-    x_log: bool = False,
     y_log: bool = True,
-    shares_y: bool = False,
 ) -> Any:
-    """Lines over a rate, say. With `shares_y`, all panels have the same axis upwards."""
+    """Lines over a rate, say."""
     figure, axes = make_panels(len(panels), 2.9, num_columns=num_columns)
     for place, (axis, (title, lines)) in enumerate(zip(axes, panels, strict=True)):
         axis.set_title(title, loc="left", fontsize=9)
         for name, (x, y) in lines.items():
             if any(map(math.isfinite, y)):
                 axis.plot(x, y, **{"marker": "o", "markersize": 3, **style(name)})
-        if x_log:
-            axis.set_xscale("log")
-            axis.xaxis.set_major_formatter(formatter(lambda value: f"{value:,g}"))
-        else:
-            axis.set_xticks(sorted({value for line in lines.values() for value in line.x}))
-            axis.xaxis.set_major_formatter(formatter(lambda value: f"{value:g}"))
+        axis.set_xticks(sorted({value for line in lines.values() for value in line.x}))
+        axis.xaxis.set_major_formatter(formatter(lambda value: f"{value:g}"))
         if y_log:
             axis.set_yscale("log")
         else:
@@ -141,36 +132,9 @@ def draw_lines(
         axis.set_xlabel(x_label)
         if place % num_columns == 0:
             axis.set_ylabel(y_label)
-    lowest, highest = (pick(pick(axis.get_ylim()) for axis in axes) for pick in (min, max))
-    for axis in axes:
-        if shares_y:
-            axis.set_ylim(lowest, highest)
         if y_log:
             plain_log_ticks(axis.yaxis)
     _legend(figure, [name for panel in panels for name in panel.lines])
-    return figure
-
-
-def draw_histograms(panels: Sequence[tuple[str, str, Sequence[float], bool]]) -> Any:
-    """Of each panel: title, label of the axis, values, and whether they are counts; what is none is logarithmic."""
-    figure, axes = make_panels(len(panels), 2.8, num_columns=2)
-    for axis, (title, label, values, is_count) in zip(axes, panels, strict=True):
-        axis.set_title(title, loc="left", fontsize=9)
-        shares = [1 / len(values)] * len(values)
-        if is_count:
-            bins = [n - 0.5 for n in range(int(min(values)), int(max(values)) + 2)]
-            axis.hist(values, bins=bins, weights=shares, color="#56b4e9", rwidth=0.85)
-            axis.xaxis.get_major_locator().set_params(integer=True)
-        else:
-            low, high = math.log10(max(min(values), 0.1)), math.log10(max(values))
-            bins = [10 ** (low + (high - low) * i / 50) for i in range(51)]
-            axis.hist(values, bins=bins, weights=shares, color="#56b4e9")
-            axis.set_xscale("log")
-            axis.xaxis.set_major_formatter(formatter(lambda value: f"{value:,g}"))
-        axis.yaxis.set_major_formatter(formatter(lambda y: f"{100 * y:g} %"))
-        axis.set_xlabel(label)
-        axis.set_ylabel("share")
-        axis.grid(axis="y", color=GRID, linewidth=0.7)
     return figure
 
 
@@ -216,17 +180,6 @@ def draw_pairs(panels: Sequence[Pairs], x_label: str, y_label: str) -> Any:
             axis.set_ylabel(y_label)
         axis.grid(color=GRID, linewidth=0.7)
     return figure
-
-
-def _ccdf(axis: Any, values: Sequence[float], least: float, **drawn: Any) -> None:
-    ordered = sorted(max(value, least) for value in values)
-    num = len(ordered)
-    if not num:
-        return
-    # Ranks from the top, evenly on the logarithmic axis: every single request of the tail, few of the body.
-    steps = {round(num ** (i / MAX_POINTS)) for i in range(MAX_POINTS + 1)}
-    ranks = sorted((min(step, num) for step in steps), reverse=True)
-    axis.plot([ordered[num - rank] for rank in ranks], [rank / num for rank in ranks], **drawn)
 
 
 def _legend(figure: Any, names: Sequence[str]) -> None:

@@ -17,19 +17,17 @@ class Size(NamedTuple):
     """Of the points of one kind."""
 
     seeds: tuple[int, ...]
-    num_crawls: int | None
-    """None for all that are published: 4,322, and 500 searches."""
+    num_crawls: int
+    """Of the 4,322 that are published."""
     num_searches: int | None = None
+    """None for all 500 that are published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """How much is simulated."""
 
-    name: str
     sizes: Mapping[Kind, Size]
-    has_all_ways: bool
-    """Whether the pressure points have the other token budget too, and the ablations every point."""
 
     def seeds(self, point: Point) -> tuple[int, ...]:
         return self.sizes[point.kind].seeds
@@ -40,7 +38,6 @@ class Scale:
 
 
 SHORT = Scale(
-    "short",
     {
         "open": Size((1,), 700),
         "pressure": Size((1,), 1_000),
@@ -49,21 +46,7 @@ SHORT = Scale(
         "more seeds": Size(tuple(range(2, 8)), 700),
         "more pressure": Size((2, 3, 4), 1_000),
     },
-    has_all_ways=False,
 )
-FULL = Scale(
-    "full",
-    {
-        "open": Size(tuple(range(1, 11)), None),
-        "pressure": Size(tuple(range(1, 11)), None),
-        "held-out": Size(HELD_OUT_SEEDS, None),
-        "overload": Size(tuple(range(1, 11)), 2_000, 500),
-        "more seeds": Size((), None),
-        "more pressure": Size((), None),
-    },
-    has_all_ways=True,
-)
-
 Wanted: TypeAlias = Iterable[tuple[Point, Way]]
 Plan: TypeAlias = Mapping[tuple[Point, Way], tuple[CellSettings, ...]]
 """One cell for each seed."""

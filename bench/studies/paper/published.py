@@ -9,35 +9,14 @@ from typing import NamedTuple
 
 
 class Workload(NamedTuple):
-    """Section 6.1, figures 6 and 7, table 2; more percentiles from the artifact."""
+    """Section 6.1 and table 2."""
 
     num_queries: int
-    tokens: dict[str, float]
-    retrieval_s: dict[str, float]
-    gap_ms: dict[str, float]
-    chunks: dict[str, float]
     budget: int
     """Tokens of a step."""
 
 
-WORKLOADS = {
-    "crawler": Workload(
-        4_322,
-        {"mean": 8_889, "p50": 5_749, "p75": 11_167, "p95": 28_372},
-        {"mean": 9.22, "p50": 8.67, "p95": 16.40},
-        {"mean": 1_053, "p50": 701, "p95": 3_078, "p99": 5_293},
-        {"mean": 7.86, "max": 17},
-        2_048,
-    ),
-    "anns": Workload(
-        500,
-        {"mean": 13_006, "p50": 10_126, "p75": 14_615, "p95": 30_618},
-        {"mean": 4.47, "p50": 3.90, "p95": 8.51},
-        {"mean": 157, "p50": 36.7, "p95": 699, "p99": 2_079},
-        {"mean": 4.42, "max": 26},
-        8_192,
-    ),
-}
+WORKLOADS = {"crawler": Workload(4_322, 2_048), "anns": Workload(500, 8_192)}
 
 SECONDS: dict[tuple[str, float, str], tuple[float | None, float | None, float | None]] = {
     ("crawler", 4.0, "not streaming"): (0.752, 4.342, 5.401),

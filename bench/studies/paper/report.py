@@ -16,13 +16,11 @@ from .points import MORE_KINDS
 from .results import Results, code_hash
 from .sections import (
     ablations,
-    arrivals,
     beat,
-    copying,
     hints,
-    included,
     invalidated,
     payers,
+    planning_cost,
     pressure,
     seeds,
     throughput,
@@ -32,12 +30,23 @@ from .sections.section import Report
 from .standing import floor_of, seconds_of
 from .ways import OURS_BUDGET, PROFILE
 
-MODULES = (beat, seeds, hints, payers, ablations, ttft, pressure, throughput, invalidated, arrivals, copying, included)
+MODULES = (
+    beat,
+    seeds,
+    hints,
+    payers,
+    ablations,
+    ttft,
+    pressure,
+    throughput,
+    invalidated,
+    planning_cost,
+)
 SECTIONS = tuple(module.SECTION for module in MODULES)
 
 HEAD = """# The paper's evaluation, simulated, and what beats it
 
-> `{command}` writes this page. Every cell runs in virtual time on vLLM's own scheduler and KV manager, with the step
+> `make paper` writes this page. Every cell runs in virtual time on vLLM's own scheduler and KV manager, with the step
 > times of profile `{profile}`: nothing of it was measured on such a machine, and nothing was fitted to a row
 > that streams. The paper is arXiv 2604.16395; published figures stand beside ours wherever there are any.
 
@@ -49,21 +58,17 @@ HEAD = """# The paper's evaluation, simulated, and what beats it
 def write(path: Path, scale: Scale, plan: Plan, results: Results) -> None:
     """The page, its pictures and its figures as JSON."""
     report = Report(scale, results, Pictures(path.with_name("pictures"), path))
-    made_by = "make paper" if scale.name == "short" else "make -C bench paper-full"
-    parts = [HEAD.format(command=made_by, profile=PROFILE, extent=_extent(scale, plan, results))]
+    parts = [HEAD.format(profile=PROFILE, extent=_extent(scale, plan, results))]
     parts += ["## Which of the paper's findings show\n\n", effects.as_table(results)]
     for section in SECTIONS:
         parts.append(f"\n## {section.title}\n\n{command(section.name)}\n{section.write(report)}")
     write_atomic(path, "".join(parts))
-    write_atomic(
-        path.with_name("results.json" if scale.name == "short" else "full.json"),
-        json.dumps(_figures(results), indent=1) + "\n",
-    )
+    write_atomic(path.with_name("results.json"), json.dumps(_figures(results), indent=1) + "\n")
 
 
 def _extent(scale: Scale, plan: Plan, results: Results) -> str:
     sizes = [
-        f"{kind}: seeds {', '.join(map(str, size.seeds))}, {size.num_crawls or 4322:,} crawls or "
+        f"{kind}: seeds {', '.join(map(str, size.seeds))}, {size.num_crawls:,} crawls or "
         f"{size.num_searches or 500:,} searches each"
         for kind, size in scale.sizes.items()
     ]
@@ -72,7 +77,7 @@ def _extent(scale: Scale, plan: Plan, results: Results) -> str:
     of = f"{num_cells:,} cells" if num_there == num_cells else f"**{num_there:,} of {num_cells:,} cells so far**"
     told = ", ".join(f"{name} {version}" for name, version in {**versions(), "code": code_hash()}.items())
     budget = "the published ones" if OURS_BUDGET is None else f"{OURS_BUDGET:,} tokens a step"
-    return f"{of} at scale `{scale.name}`. {'; '.join(sizes)}. Token budget of ours: {budget}. {told}."
+    return f"{of}. {'; '.join(sizes)}. Token budget of ours: {budget}. {told}."
 
 
 def _figures(results: Results) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from streamrag.cli.output import Output
 from streamrag_bench.cell import CellSettings
+from streamrag_bench.cli.bench.display import CellsView
 from streamrag_bench.report.comparison import Pool
 from streamrag_bench.runner import CellFailed, run_cells
 from streamrag_bench.store import CellStore, read_cell
 from streamrag_bench.summary import Digest, digest
 
-from .plan import Plan
+from .plan import Plan, expected_s
 from .points import Point, more_of
-from .progress import Progress
 from .ways import Way
 
 SIMULATOR = (
@@ -57,9 +57,9 @@ def run(cells: Sequence[CellSettings], store: CellStore, num_processes: int) -> 
     console = Output(stderr=True)
     console.print_line(f"{len(cells) - len(todo)} of {len(cells)} cells are finished, in {store.folder}")
     failed = []
-    with Progress(todo, num_processes, console) as progress:
+    with CellsView(todo, console, work=expected_s) as view:
         for event in run_cells(todo, store, num_processes=num_processes):
-            progress.show(event)
+            view.show(event)
             failed += [event] if isinstance(event, CellFailed) else []
     return failed
 

@@ -1,6 +1,6 @@
 """Runs the cells of the paper's evaluation and of ours beside it, and writes the report.
 
-    python -m studies.paper.run [--scale full] [--only SECTION,...] [--report FILE]
+    python -m studies.paper.run [--only SECTION,...] [--report FILE]
 
 Finished cells stay in a folder that is named after the code they ran, and the same command goes on there.
 """
@@ -16,11 +16,10 @@ from streamrag_bench.store import CellStore
 from studies.folders import KEPT
 
 from . import report
-from .plan import FULL, SHORT, Plan, Scale, in_order, make_plan, total_s
+from .plan import SHORT, Plan, Scale, in_order, make_plan, total_s
 from .results import code_hash, read, run
 
-SCALES = {scale.name: scale for scale in (SHORT, FULL)}
-REPORTS = {"short": Path(__file__).with_name("README.md"), "full": Path(__file__).with_name("full.md")}
+README = Path(__file__).with_name("README.md")
 
 
 def parse() -> argparse.Namespace:
@@ -28,10 +27,9 @@ def parse() -> argparse.Namespace:
         prog="python -m studies.paper.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--scale", choices=SCALES, default="short", help="default: %(default)s")
     names = ", ".join(section.name for section in report.SECTIONS)
     add("--only", default="", metavar="NAME,...", help=f"run the cells of these sections only: {names}")
-    add("--report", type=Path, metavar="FILE", help="default: README.md or full.md beside this file")
+    add("--report", type=Path, metavar="FILE", help="default: README.md beside this file")
     add("--queries", type=int, metavar="N", help="at most so many queries a cell: to try it out")
     add("--seeds", type=int, metavar="N", help="at most so many seeds a point: to try it out")
     add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
@@ -44,19 +42,17 @@ def parse() -> argparse.Namespace:
         parser.error(f"there is no section {', '.join(unknown)}; choose from {names}")
     if (arguments.queries or arguments.seeds) and not (arguments.report or arguments.plan):
         parser.error("a smaller scale needs a --report of its own")
-    arguments.report = arguments.report or REPORTS[arguments.scale]
+    arguments.report = arguments.report or README
     return arguments
 
 
 def scaled(scale: Scale, num_queries: int | None, num_seeds: int | None) -> Scale:
     """At most so many queries and seeds."""
-
-    def less(num: int | None) -> int | None:
-        return num if num_queries is None else min(num or num_queries, num_queries)
-
     sizes = {
         kind: size._replace(
-            seeds=size.seeds[:num_seeds], num_crawls=less(size.num_crawls), num_searches=less(size.num_searches)
+            seeds=size.seeds[:num_seeds],
+            num_crawls=min(size.num_crawls, num_queries or size.num_crawls),
+            num_searches=min(size.num_searches or num_queries, num_queries) if num_queries else size.num_searches,
         )
         for kind, size in scale.sizes.items()
     }
@@ -72,7 +68,7 @@ def plan_of(scale: Scale, names: Iterable[str]) -> Plan:
 def main() -> None:
     arguments = parse()
     console = Output()
-    scale = scaled(SCALES[arguments.scale], arguments.queries, arguments.seeds)
+    scale = scaled(SHORT, arguments.queries, arguments.seeds)
     whole, plan = plan_of(scale, ()), plan_of(scale, arguments.only.split(","))
     store = CellStore(arguments.output / code_hash())
     if arguments.plan:

@@ -1,13 +1,13 @@
-"""What studies of sessions ask about: samples of prices and six questions, as in arXiv 2605.13784, section 4."""
+"""What the study of sessions asks about: samples of prices and six questions, as in arXiv 2605.13784, section 4."""
 
 import random
 import re
 from collections.abc import Sequence
 
-from streamrag.core import Turn, plain_chat
+from streamrag.core import Chunk, ModelInfo, Turn, plain_chat
+from streamrag.sessions.prompts import SESSION_TEMPLATE, SessionPrompts
+from streamrag.sessions.window import Numbered
 
-NUM_FIRST, NUM_MORE = 100, 55
-"""Samples before the first cycle, and in each."""
 QUESTIONS = (
     "Is the price rising?",
     "Is volatility rising?",
@@ -19,7 +19,7 @@ QUESTIONS = (
 
 
 def samples(num: int) -> list[str]:
-    """Prices: number, open, high, low, close, volume."""
+    """Return lines of prices: number, open, high, low, close, volume."""
     rng = random.Random(0)
     price, lines = 100.0, []
     for i in range(num):
@@ -44,3 +44,25 @@ class ShortPieces:
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
         return plain_chat(turns)
+
+
+class PromptText:
+    """The very prompts that a session has."""
+
+    def __init__(self, model: ModelInfo) -> None:
+        self._prompts = SessionPrompts(model, SESSION_TEMPLATE)
+        self._num_pieces = 0
+        self.token_ids = self._prompts.head
+
+    def add(self, lines: Sequence[str]) -> tuple[int, ...]:
+        """Return what is new of the prompt; the first time with its head."""
+        before = len(self.token_ids) if self._num_pieces else 0
+        numbered = [Numbered(self._num_pieces + i + 1, Chunk(line, "")) for i, line in enumerate(lines)]
+        self._num_pieces += len(lines)
+        for piece in self._prompts.pieces(numbered):
+            self.token_ids += piece.token_ids
+        return self.token_ids[before:]
+
+    def complete(self, question: str) -> tuple[int, ...]:
+        """Return the prompt for a question."""
+        return self._prompts.complete(self.token_ids, question)

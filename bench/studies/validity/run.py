@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -65,8 +65,6 @@ MODEL: dict[str, Any] = {
 
 console = Console(highlight=False, width=None if Console().is_terminal else 140)
 Done = Callable[[], None]
-Of = TypeVar("Of")
-"""What tells ways to serve a load apart."""
 
 
 def load() -> Trace:
@@ -97,10 +95,10 @@ def rate(queries: Sequence[TracedQuery], profile: TableProfile) -> float:
 
 
 @dataclass
-class Run(Generic[Of]):
+class Run:
     """A load on the real engine, between two passes, and in simulations."""
 
-    way: Of
+    arm: Arm
     num_passes_before: int
     real: CellResult
     simulated: list[CellResult] = field(default_factory=list)
@@ -119,11 +117,11 @@ class Engine(NamedTuple):
 
 
 @dataclass
-class Measured(Generic[Of]):
+class Measured:
     """What was measured on the real engine."""
 
     passes: list[MeasurementPass] = field(default_factory=list)
-    runs: list[Run[Of]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     qps: float | None = None
     engine: Engine | None = None
 
@@ -151,53 +149,34 @@ def settings(arm: Arm, qps: float | None, *, model: Path | None = None, profile:
 
 
 async def play_in_turns(
-    found: Measured[Of],
-    ways: Sequence[Of],
-    num_repetitions: int,
-    cell_of: Callable[[Of], CellSettings],
-    load_of: Callable[[CellSettings], Sequence[TracedQuery]],
-    rate_of: Callable[[Sequence[TracedQuery], TableProfile], float],
-    done: Done,
-    *,
-    keep_steps: bool = False,
-    rest_s: float = 0.0,
+    found: Measured, model: Path, trace: Trace, arms: Sequence[Arm], num_repetitions: int, done: Done
 ) -> None:
     """Those that share an engine take turns, and steps are measured in between: a machine that becomes slower does so
-    for all. The engine rests for `rest_s` before each load."""
-    first = cell_of(ways[0])
-    queries = load_of(first)
+    for all."""
+    first = settings(arms[0], found.qps, model=model)
+    queries = make_load(first, trace)
     longest = max_model_len(first, queries)
     async with engine_for(first, queries) as client:
         found.engine = Engine(client.kv_tokens, client.block_size, client.is_async, client.facts.dtype)
         await warm_up(client, BUDGET, longest)
         found.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))
         profile = found.profile()
-        found.qps = found.qps or rate_of(queries, profile)
-        for way in [*ways] * num_repetitions:
+        found.qps = found.qps or rate(queries, profile)
+        for arm in [*arms] * num_repetitions:
             await client.reset_prefix_cache()
-            cell = cell_of(way)
-            await asyncio.sleep(rest_s)
-            real = await play_cell(cell, load_of(cell), client, profile, keep_steps=keep_steps)
-            found.runs.append(Run(way, len(found.passes), real))
+            cell = settings(arm, found.qps, model=model)
+            real = await play_cell(cell, make_load(cell, trace), client, profile, keep_steps=True)
+            found.runs.append(Run(arm, len(found.passes), real))
             found.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))
             done()
 
 
-async def run_real(model: Path, trace: Trace, num_repetitions: int, done: Done) -> Measured[Arm]:
+async def run_real(model: Path, trace: Trace, num_repetitions: int, done: Done) -> Measured:
     """Each arm on the engine that it needs."""
-    found = Measured[Arm]()
+    found = Measured()
     groups: tuple[tuple[Arm, ...], ...] = (("no-streaming", "warming", "stock-sessions"), ("streaming",))
     for arms in groups:
-        await play_in_turns(
-            found,
-            arms,
-            num_repetitions,
-            lambda arm: settings(arm, found.qps, model=model),
-            lambda cell: make_load(cell, trace),
-            rate,
-            done,
-            keep_steps=True,
-        )
+        await play_in_turns(found, model, trace, arms, num_repetitions, done)
     return found
 
 
@@ -211,22 +190,20 @@ def with_provenance(profile: TableProfile, dtype: str) -> TableProfile:
     return replace(profile, device=of_here["device"], provenance={**of_here, **profile.provenance})
 
 
-def simulate_runs(
-    found: Measured[Of], num_simulations: int, cell_of: Callable[[Of, Path], CellSettings], done: Done, **how: Any
-) -> None:
-    """Each as slow as the machine was, so many times. `how` is what `simulate.run_cell` is told beside."""
+def simulate_runs(found: Measured, trace: Trace, done: Done) -> None:
+    """Each as slow as the machine was, `NUM_SIMULATIONS` times."""
     of_passes = slowness(found.passes)
     with tempfile.TemporaryDirectory() as folder:
         for number, run in enumerate(found.runs):
             path = Path(folder, f"{number}.json")
             save_profile(found.profile(run.slowness(of_passes)), path)
-            cell = cell_of(run.way, path)
-            for seed in range(number * num_simulations, (number + 1) * num_simulations):
-                run.simulated.append(simulate.run_cell(cell, unsteady_seed=seed, **how))
+            cell = settings(run.arm, found.qps, profile=path)
+            for seed in range(number * NUM_SIMULATIONS, (number + 1) * NUM_SIMULATIONS):
+                run.simulated.append(simulate.run_cell(cell, unsteady_seed=seed, trace=trace, keep_steps=True))
                 done()
 
 
-def row(arm: Arm, runs: Sequence[Run[Arm]], of_passes: Sequence[float]) -> dict[str, Any]:
+def row(arm: Arm, runs: Sequence[Run], of_passes: Sequence[float]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "arm": arm,
         "num_queries": NUM_QUERIES,
@@ -274,7 +251,7 @@ def span(values: Sequence[float]) -> str:
     return f"{min(values):.2f} .. {max(values):.2f}"
 
 
-def write(path: Path, found: Measured[Arm], rows: list[dict[str, Any]]) -> None:
+def write(path: Path, found: Measured, rows: list[dict[str, Any]]) -> None:
     made = {
         "command": "make -C bench validity",
         "machine": {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()},
@@ -300,16 +277,9 @@ def main() -> None:
         simulated = progress.add_task("simulation", total=num_runs * NUM_SIMULATIONS)
         model = make_tiny_llama(Path(folder, "model"), **MODEL)
         found = asyncio.run(run_real(model, trace, arguments.repetitions, lambda: progress.advance(real)))
-        simulate_runs(
-            found,
-            NUM_SIMULATIONS,
-            lambda arm, profile: settings(arm, found.qps, profile=profile),
-            lambda: progress.advance(simulated),
-            trace=trace,
-            keep_steps=True,
-        )
+        simulate_runs(found, trace, lambda: progress.advance(simulated))
     of_passes = slowness(found.passes)
-    rows = [row(arm, [run for run in found.runs if run.way == arm], of_passes) for arm in ARMS]
+    rows = [row(arm, [run for run in found.runs if run.arm == arm], of_passes) for arm in ARMS]
     show(rows, arguments.repetitions)
     if arguments.profile:
         save_profile(found.profile(), arguments.profile)

@@ -70,23 +70,8 @@ def test_a_report_fetches_nothing(page: Page) -> None:
         assert not re.search(r'(?:href|src)="(?!#)', svg)
 
 
-def test_every_section_has_its_picture_or_table(page: Page) -> None:
+def test_a_report_of_two_rates_has_two_pictures(page: Page) -> None:
     assert len(page.pictures()) == 2
-    for text in (
-        "Speed-up over not streaming",
-        "floor: each request alone",
-        "streaming srpf/cost",
-        "Goodput",
-        "Preemptions and work",
-        "lost in them",
-        "last end, s",
-        "gap between chunks, seconds",
-        "Provenance",
-        "simulated in virtual time",
-        "streaming srpf/cost at 2 QPS ",
-        "Cost: ",
-    ):
-        assert text in page.text
 
 
 def test_speed_ups_are_those_of_the_requests() -> None:

@@ -22,9 +22,16 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
-from streamrag.adapters.langchain.prompt import PASSAGE, template_of, turn_of
+from streamrag.adapters.langchain.prompt import (
+    PASSAGE,
+    chunk_of,
+    openai_messages,
+    openai_tool_choice,
+    template_of,
+    turn_of,
+    uses_tools,
+)
 from streamrag.adapters.langchain.source import from_langchain
-from streamrag.adapters.langchain.tools import chunk_of, openai_messages, openai_tool_choice, uses_tools
 from streamrag.adapters.portal import LoopPortal, PortalOwner
 from streamrag.backends.tools.parser import AnswerReader, ToolCallParser
 from streamrag.backends.tools.template import with_tools

@@ -37,9 +37,11 @@ from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
 from streamrag.routing import make_router
 from streamrag.support.clock import monotonic, seconds_since_boot
 from streamrag.support.tasks import cancel_and_wait, run_shielded
-from streamrag.support.validation import Count, CountOrZero, Seconds, validated
+from streamrag.support.validation import Count, CountOrZero, validated
 
 log = logging.getLogger("streamrag.lanes")
+
+MAX_FETCH_S = 60.0  # until a decode lane begins an answer whose KV it fetches; then it computes the prompt
 
 Answerer: TypeAlias = Callable[[TokenStream | PrefillEnd], AsyncGenerator[AnswerChunk, None]]
 """Yields the answer to a prompt whose prefill has ended."""
@@ -75,7 +77,6 @@ class DisaggregatedBackend:
     router: how a lane is chosen: "soonest", "round_robin" or "consistent_hash".
     max_open: most queries in a decode lane at a time, up to its engine's `max_num_seqs`. Further ones wait in their
         prefill lanes, as do those whose prompts do not fit into the lane's KV cache beside the others'.
-    max_fetch_s: most seconds until a decode lane begins an answer whose KV it fetches. Then it computes the prompt.
     max_replays: most times that a query without output is computed again because a lane died.
 
     :raises ConfigurationError: there are not both kinds of lanes, or a backend is not of its kind.
@@ -89,7 +90,6 @@ class DisaggregatedBackend:
         *,
         router: str = "soonest",
         max_open: Count = 64,
-        max_fetch_s: Seconds = 60.0,
         max_replays: CountOrZero = 3,
     ) -> None:
         make_router(router)  # raises for a name that does not exist
@@ -100,7 +100,6 @@ class DisaggregatedBackend:
             self._backends |= {f"{kind}-{number}": backend for number, backend in enumerate(backends)}
         self._router = router
         self._max_open = max_open
-        self._max_fetch_s = max_fetch_s
         self._max_replays = max_replays
         self.on_transfer: Callable[[KvTransfer], None] = lambda transfer: None  # called when a decode lane begins
         self._engines: AsyncExitStack | None = None
@@ -193,7 +192,6 @@ class DisaggregatedBackend:
                     newest,
                     params,
                     prefill_then_answer=self._prefill_then_answer,
-                    max_fetch_s=self._max_fetch_s,
                     on_transfer=self.on_transfer,
                 )
                 try:
@@ -230,7 +228,6 @@ class _Attempt:
     newest: NewestPrompt
     params: SamplingParams
     prefill_then_answer: Callable[..., AsyncGenerator[BackendEvent, None]]  # that of the backend
-    max_fetch_s: float
     on_transfer: Callable[[KvTransfer], None]
     _prefill_room: LaneReservation | None = None
     _decode_room: LaneReservation | None = None
@@ -325,19 +322,19 @@ class _Attempt:
                     yield chunk
 
     async def _decode_with_kv(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield as `_decode` does, with `params` of `with_kv_transfer`; nothing without a token within `max_fetch_s`.
+        """Yield as `_decode` does, with `params` of `with_kv_transfer`; nothing without a token within `MAX_FETCH_S`.
 
         A transfer that hangs cannot be told from a decode lane that is slow. With the request, its heartbeats end, and
         so does the lease in the prefill lane. The decode lane keeps its blocks until the transfer ends, if it does.
         """
         async with aclosing(self._decode(prompt, params)) as chunks:
             try:
-                async with asyncio.timeout(self.max_fetch_s):
+                async with asyncio.timeout(MAX_FETCH_S):
                     first = await anext(chunks)
             except TimeoutError:
                 assert self._decode_room is not None
                 text = "no first token %g s after the KV transfer was requested: %s computes the prompt"
-                log.warning(text, self.max_fetch_s, self._decode_room.lane)
+                log.warning(text, MAX_FETCH_S, self._decode_room.lane)
                 return
             yield first
             async for chunk in chunks:

@@ -12,9 +12,8 @@ from urllib.parse import urlsplit
 
 import anyio.to_thread
 
-from streamrag.backends.openai.answers import answer_chunk, length, token_usage
 from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RequestRejectedError, Server, StrayTextError
-from streamrag.backends.openai.messages import clean, objects
+from streamrag.backends.openai.messages import answer_chunk, clean, length, objects, token_usage
 from streamrag.backends.openai.server_tokenizer import ServerTokenizer, ask_for_tokenizer
 from streamrag.backends.special_token_guard import TextTokenizer
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
@@ -144,6 +143,7 @@ class OpenAIBackend:
             breaks_look_alikes=text_tokenizer is not None,
             has_logprobs=False,
             unit=text_tokenizer.unit if text_tokenizer else "tokens",
+            min_head_len=self._block_size,
         )
         kind = "token ids" if self._takes_ids else "text"
         notes = ("" if self._given_tokenizer else NO_TEMPLATE) + (SPACED if text_tokenizer else "")

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit, urlunsplit
 import anyio.from_thread
 import anyio.lowlevel
 
-from streamrag.backends.openai.answers import token_ids as read_ids
 from streamrag.backends.openai.http import Server
+from streamrag.backends.openai.messages import token_ids as read_ids
 from streamrag.core import Turn, plain_chat
 from streamrag.errors import ServerError
 from streamrag.support.bounded_reading import without_lone_surrogates

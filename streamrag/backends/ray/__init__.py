@@ -1,6 +1,6 @@
 """Engines in replicas that Ray Serve starts, restarts and scales. Retrieval, sessions and HTTP stay with the caller.
 
-    pipeline ──▶ backend ──▶ replica_streams ──▶ connection, request_router ── Ray ──▶ replica ──▶ an engine
+    pipeline ──▶ backend ──▶ replica_streams ──▶ request_router ── Ray ──▶ replica ──▶ an engine
 
 `replica_streams` and `replica` are those of `backends.replicas`.
 """

@@ -1,22 +1,83 @@
 """A backend of engines in replicas on Ray Serve."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Protocol
 
 import anyio.to_thread
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, TaskCancelledError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.ray.connection import RayReplicas
+from streamrag.backends.replicas.replica import ModelFacts
 from streamrag.backends.replicas.replica_chooser import ReplicaChooser
 from streamrag.backends.replicas.replica_streams import OutcomeCounts, ReplicaLostError, ReplicaStreams
+from streamrag.backends.replicas.wire import Delta, Open, WireEvent
 from streamrag.backends.vllm.client.lane_engine import NO_LANE
 from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError
 from streamrag.routing import Router
 from streamrag.support.clock import monotonic
+from streamrag.support.messages import message_of
 from streamrag.support.tasks import cancel_and_wait
+
+
+class RayReplicas:
+    """Implements `replica_streams.Replicas` with a handle of Ray Serve."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        """Prepare calls of the methods of `deployment.DeployedReplica`."""
+        self._generate = handle.options(method_name="generate", stream=True)
+        self._update = handle.options(method_name="forward_update")
+        self._send_heartbeat = handle.options(method_name="forward_heartbeat")
+        self._facts = handle.options(method_name="facts")
+
+    async def facts(self) -> ModelFacts:
+        """Return the facts of the model, once a replica can answer.
+
+        :raises BackendError: no replica can.
+        """
+        with ray_errors_translated():
+            facts: ModelFacts = await self._facts.remote()
+            return facts
+
+    async def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
+        """Yield the batches of a new stream, from a replica of its ticket's choice. Closing cancels the stream."""
+        with ray_errors_translated():
+            response: Any = self._generate.remote(call)
+            try:
+                async for batch in response:
+                    yield batch
+            finally:
+                response.cancel()  # no effect after its end
+
+    async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
+        with ray_errors_translated():
+            return bool(await self._update.remote(replica_id, stream_id, delta))
+
+    async def send_heartbeat(self, replica_id: str, caller_id: str) -> None:
+        with ray_errors_translated():
+            await self._send_heartbeat.remote(replica_id, caller_id)
+
+
+@contextmanager
+def ray_errors_translated() -> Iterator[None]:
+    """Translate errors of Ray in the block.
+
+    :raises ReplicaLostError: the replica has died, or is being stopped.
+    :raises BackendError: Ray raised another error.
+    """
+    try:
+        yield
+    except (RayActorError, NodeDiedError, ObjectLostError, TaskCancelledError) as error:
+        raise ReplicaLostError(_first_line(error)) from None
+    except (RayError, RayServeException) as error:
+        raise BackendError(f"a replica failed: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in message_of(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class ReplicaCluster(Protocol):
@@ -112,6 +173,7 @@ class RayBackend:
             is_exact=facts.is_exact,
             breaks_look_alikes=facts.breaks_look_alikes,
             verifies_drafts=facts.verifies_drafts,
+            min_head_len=None,
         )
         self.lane_facts = facts.lane_facts
         self._streams = ReplicaStreams(replicas, self._chooser, max_replays=self._max_replays)

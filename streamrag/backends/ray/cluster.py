@@ -233,7 +233,7 @@ class Cluster:
             if monotonic() > began_s + self._place_s:
                 raise ConfigurationError(
                     f"no node of the cluster had room within {self._place_s:g} s for {', '.join(without_node)}; "
-                    f"free are {_resources_text(ray.available_resources())}: add nodes, or raise replicas.place_s"
+                    f"free are {_resources_text(ray.available_resources())}: add nodes, or lower what each reserves"
                 )
             if self._is_leaving.wait(POLL_S):
                 raise BackendError(f"{self._app_name} was closed during its start")

@@ -8,7 +8,6 @@ from ray import serve
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve._private import replica
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
-from ray.serve.request_router import RequestRouter
 from ray.util import get_node_ip_address
 
 from streamrag.backends.ray.options import QUEUED_TOKENS, ReplicaOptions
@@ -77,17 +76,11 @@ class DeployedReplica(EngineReplica):
 
 
 def engines(
-    make_backend: MakeBackend,
-    options: ReplicaOptions,
-    request_router: type[RequestRouter] = StreamRouter,
-    *,
-    name: str = ENGINES,
-    other_deployments: Sequence[Any] = (),
+    make_backend: MakeBackend, options: ReplicaOptions, *, name: str = ENGINES, other_deployments: Sequence[Any] = ()
 ) -> Any:
     """Return the application of engines, for `serve.run` or for binding into a larger application. With
     `options.max_number`, their number follows the load; without, it is constant.
 
-    request_router: the class of Ray Serve's router; must route the further calls of a stream to that stream's replica.
     other_deployments: further deployments of the application, which are deployed with it.
     """
     deployed = serve.deployment(
@@ -98,7 +91,7 @@ def engines(
         graceful_shutdown_timeout_s=options.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=RequestRouterConfig(
-            request_router_class=request_router,
+            request_router_class=StreamRouter,
             request_routing_stats_period_s=STATS_S,
         ),
         **_scaling(options),
@@ -116,7 +109,7 @@ def _scaling(options: ReplicaOptions) -> dict[str, Any]:
         load = {"policy": AutoscalingPolicy(policy_function=function, policy_kwargs={"target": options.queued_tokens})}
     return {
         "autoscaling_config": AutoscalingConfig(
-            min_replicas=options.min_number or options.number,
+            min_replicas=options.number,
             initial_replicas=options.number,
             max_replicas=options.max_number,
             upscale_delay_s=options.upscale_delay_s,
@@ -165,20 +158,13 @@ class DeployedSource:
             await self._source.aclose()
 
 
-def sources(make_source: MakeSource, number: int, max_number: int | None = None, *, num_cpus: float = 0.0) -> Any:
-    """Return the application of sources: `number` replicas, up to `max_number` for more than 8 open queries in each.
-
-    num_cpus: CPUs of each replica. With 0, they run beside engines that have taken all CPUs, as needed on a single
-        machine; with Ray's default of 1 they would wait forever there.
-    """
-    scaling: dict[str, Any] = {"num_replicas": number}
-    if max_number is not None:
-        scaling = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=number, max_replicas=max_number, target_ongoing_requests=MAX_QUERIES_PER_SOURCE / 2
-            )
-        }
+def sources(make_source: MakeSource, number: int) -> Any:
+    """Return the application of `number` sources. They reserve no CPUs, because on a single machine they run beside
+    engines that have taken all CPUs: with Ray's default of 1 they would wait forever there."""
     deployed = serve.deployment(
-        name=SOURCES, max_ongoing_requests=MAX_QUERIES_PER_SOURCE, ray_actor_options={"num_cpus": num_cpus}, **scaling
+        name=SOURCES,
+        max_ongoing_requests=MAX_QUERIES_PER_SOURCE,
+        ray_actor_options={"num_cpus": 0.0},
+        num_replicas=number,
     )(DeployedSource)
     return deployed.bind(make_source)

@@ -19,8 +19,7 @@ class ReplicaOptions:
     :raises ConfigurationError: an option has an invalid value.
     """
 
-    number: Count = 2  # initial number of replicas. With `max_number`, it changes with the load.
-    min_number: Count | None = None  # fewest replicas under low load; None for `number`
+    number: Count = 2  # number of replicas at first, and under low load
     max_number: Count | None = None  # most replicas under load; None for a constant number
     queued_tokens: Count | None = 8_192
     """Waiting prompt tokens per replica above which replicas are added. None: added above half of `max_open`."""
@@ -30,27 +29,21 @@ class ReplicaOptions:
     """Most concurrent queries in a replica. Further ones go to another replica, or wait with the caller."""
     num_cpus: float = 1.0  # CPUs of each replica
     num_gpus: float = 0.0  # GPUs of each replica
-    accelerator: str | None = None  # the kind of accelerator that the replica's node must have, as Ray names it: "H100"
     resources: Mapping[str, float] = field(default_factory=dict)  # further resources of each replica, by Ray's names
     drain_s: Seconds = 600.0  # most seconds for a stopped replica to finish its queries (drain)
     health_s: Seconds = 2.0
     """Seconds between health checks of the engine. After three failures in a row the replica is restarted."""
 
     def __post_init__(self) -> None:
-        low, high = self.min_number, self.max_number
-        if high is None and low is not None:
-            raise ConfigurationError(f"min_number={low} is for autoscaling: set max_number too")
-        if high is not None and not (low or 1) <= self.number <= high:
-            raise ConfigurationError(f"number={self.number} must be from min_number={low} to max_number={high}")
+        if self.max_number is not None and self.max_number < self.number:
+            raise ConfigurationError(f"max_number={self.max_number} must be at least number={self.number}")
 
     @property
     def actor_options(self) -> dict[str, Any]:
-        """The resources of a replica, as Ray's actor options; GPUs and accelerator only if the replica needs them."""
+        """The resources of a replica, as Ray's actor options; GPUs only if the replica needs them."""
         options: dict[str, Any] = {"num_cpus": self.num_cpus, "resources": dict(self.resources)}
         if self.num_gpus:
             options["num_gpus"] = self.num_gpus
-        if self.accelerator is not None:
-            options["accelerator_type"] = self.accelerator
         return options
 
 

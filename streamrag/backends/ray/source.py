@@ -7,8 +7,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.ray.backend import ReplicaCluster, close_on_failure
-from streamrag.backends.ray.connection import ray_errors_translated
+from streamrag.backends.ray.backend import ReplicaCluster, close_on_failure, ray_errors_translated
 from streamrag.backends.replicas.replica_streams import ReplicaLostError
 from streamrag.backends.replicas.wire import Failed
 from streamrag.core import Append, Chunk, Progress, SourceEvent, Update

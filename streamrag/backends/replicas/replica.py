@@ -11,7 +11,7 @@ from streamrag.backends.vllm.client.lane_engine import NO_LANE, LaneFacts
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Prefilled, Prompt, Startable
 from streamrag.errors import EngineDeadError, StreamRagError
 from streamrag.routing import Report
-from streamrag.routing.speed import Speed
+from streamrag.routing.soonest import Speed
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.tasks import cancel_and_wait
 

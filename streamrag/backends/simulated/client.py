@@ -28,7 +28,7 @@ from streamrag.backends.simulated.stock_records import StockRecords
 from streamrag.backends.simulated.stream import Outputs, SimulatedStream, next_output
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
-from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
+from streamrag.backends.vllm.scheduler.host_memory.costs import parts_of
 from streamrag.core import RequestClass
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.step_profiles import StepPart

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
+from streamrag.backends.vllm.scheduler.host_memory.costs import parts_of
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
 from streamrag.engine.recompute_or_swap import DROPPED
 from streamrag.records import RequestOutcome, RequestRecord

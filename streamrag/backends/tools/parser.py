@@ -47,7 +47,7 @@ class ToolCallParser:
         from vllm.tokenizers.hf import get_cached_tokenizer
 
         if self._tokenizer is None:
-            own = get_cached_tokenizer(copy.deepcopy(model_tokenizer(tokenizer)))
+            own = get_cached_tokenizer(copy.deepcopy(model_tokenizer(tokenizer).whole))
             try:
                 self._parser_class(own)
             except Exception as error:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from streamrag.backends.tokenizer import HuggingFaceTokenizer, fold_system
 from streamrag.core import Tokenizer, Turn
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
@@ -52,10 +53,10 @@ def with_tools(
     return system, messages[place]["content"], replace(base, wrap_tokenizer=wrap)
 
 
-def model_tokenizer(tokenizer: Tokenizer) -> Any:
-    """Return the transformers tokenizer in `tokenizer` or what it wraps; ConfigurationError without a chat template."""
-    found = getattr(getattr(tokenizer, "tokenizer", tokenizer), "whole", None)
-    if found is None or not found.chat_template:
+def model_tokenizer(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
+    """Return `tokenizer` or what it wraps; ConfigurationError if that is no model's or has no chat template."""
+    found = getattr(tokenizer, "tokenizer", tokenizer)
+    if not isinstance(found, HuggingFaceTokenizer) or not found.whole.chat_template:
         raise ConfigurationError(
             "there is no chat template for tools: the model needs one, and a model on a server its tokenizer here, as "
             "OpenAIBackend(url, tokenizer=...), or model.tokenizer in a service's settings"
@@ -117,20 +118,19 @@ class ToolTokenizer:
 
         :raises ConfigurationError: the template refuses these or leaves out tools, or there are too many texts.
         """
-        from jinja2 import TemplateError
-
-        whole = model_tokenizer(self._tokenizer)
-        self._special = [token for token in whole.get_added_vocab() if token and _WORD.fullmatch(token)]
+        model = model_tokenizer(self._tokenizer)
+        self._special = [token for token in model.whole.get_added_vocab() if token and _WORD.fullmatch(token)]
         num_system = next(i for i, turn in enumerate(turns) if turn.role != "system")
         own = [{"role": turn.role, "content": turn.text} for turn in turns]
         earlier, later, tools = map(self._replaced, (self._earlier, self._later, self._tools))
         if len(self._texts) > MAX_TEXTS:
             raise ConfigurationError(f"tools and messages have more than {MAX_TEXTS:,} texts: give fewer tools")
         messages = [*own[:num_system], *earlier, *own[num_system:], *later]
-        options = {"tokenize": False, "add_generation_prompt": True}
+        if messages[0]["role"] == "system" and not model.keeps_system(tools=tools[:1]):
+            messages = fold_system(messages)
         try:
-            rendered = whole.apply_chat_template(messages, tools=tools or None, **options)
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+            rendered = model.render(messages, tools)
+        except (TypeError, ValueError) as error:
             raise ConfigurationError(f"the model's chat template refuses these messages or tools: {error}") from error
         names = [each["function"]["name"] for each in tools]
         if lost := [name for name in names if name.rstrip('"@') not in rendered]:

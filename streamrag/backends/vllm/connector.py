@@ -12,9 +12,8 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
-from streamrag.backends.vllm.host_size import num_host_blocks
-from streamrag.backends.vllm.scheduler.host_memory.costs import Match
-from streamrag.backends.vllm.scheduler.host_memory.hardware_profile import make_price_of_engine
+from streamrag.backends.vllm.facts import num_host_blocks
+from streamrag.backends.vllm.scheduler.host_memory.costs import Match, make_price_of_engine
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.backends.vllm.scheduler.supported import why_no_host_memory
 from streamrag.backends.vllm.scheduler_options import EngineOptions

@@ -90,7 +90,7 @@ class EngineOptions(SchedulerOptions):
     prompt_lookup: bool = True
     """Whether an engine that verifies drafts also verifies what follows the last tokens of an answer in its prompt."""
     host_kv_bytes: Count | None = None
-    """Host memory for KV, per worker; None for a share of the machine's: see `host_size`."""
+    """Host memory for KV, per worker; None for a share of the machine's: see `facts`."""
     num_host_blocks: CountOrZero | None = None
     """Number of KV blocks that host memory holds. Overrides `host_kv_bytes`."""
     reports_kv_use: bool = False

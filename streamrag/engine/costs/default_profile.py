@@ -123,7 +123,6 @@ def default_profile(
     device_name: str = "",
     num_cores: int = 1,
     tensor_parallel_size: int = 1,
-    kv_tokens: int = 0,
     block_size: int = 16,
     is_async: bool = True,
 ) -> AnalyticProfile:
@@ -143,7 +142,7 @@ def default_profile(
         efficiency=0.5,
         bandwidth_bytes_per_s=speed.bandwidth_bytes_per_s,
         overhead_s=0.008,
-        kv_tokens=kv_tokens,
+        kv_tokens=0,
         block_size=block_size,
         is_async=is_async,
         host_bandwidth_bytes_per_s=speed.host_bandwidth_bytes_per_s,

@@ -14,9 +14,21 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
-from streamrag.engine.costs.step_parts import StepPart as StepPart
-from streamrag.engine.costs.step_parts import context_pairs, own_pairs
 from streamrag.errors import ConfigurationError
+
+StepPart: TypeAlias = tuple[int, int]
+"""The share of one request in a step: its new tokens, and the tokens before them whose KV exists already."""
+
+
+def context_pairs(parts: Sequence[StepPart]) -> float:
+    """Return the number of pairs of a new token and a token before the step that it attends to."""
+    return sum(num_new * num_context for num_new, num_context in parts)
+
+
+def own_pairs(parts: Sequence[StepPart]) -> float:
+    """Return the number of pairs of two new tokens of the same request."""
+    return sum(num_new * num_new / 2 for num_new, _ in parts)
+
 
 DEFAULT_BUDGET = 2_048
 """Tokens per step, by default."""

@@ -1,6 +1,6 @@
 """The rules of a step: one class for each reason to grant a request less, to let it wait, or to put off the step.
 
-    candidate ─▶ AdapterSlots ─▶ LeanPartials ─▶ ... ─▶ measure ─▶ DraftMemory ─▶ DataHighWater ─▶ memory ─▶ grant
+    candidate ─▶ DraftPrice ─▶ ShortDrafts ─▶  ...  ─▶ measure ─▶ DraftMemory ─▶ DataHighWater ─▶ memory ─▶ grant
                  └── ask: the first `Wait` holds it back ──┘          └── ask_measured: likewise ──┘
 
 `streamrag.backends.vllm.scheduler.step` makes the rules once and lists them in this order. To add a rule, write its

@@ -26,8 +26,8 @@ from streamrag.serve.config.factories import (
 )
 from streamrag.serve.config.keys import read_keys
 from streamrag.serve.config.layers import Loaded, Problem
-from streamrag.serve.config.settings import EngineSettings, ReplicaSettings, Settings
-from streamrag.serve.config.source_factory import CRAWL, make_source
+from streamrag.serve.config.settings import CRAWL, EngineSettings, ReplicaSettings, Settings
+from streamrag.serve.config.source_factory import make_source
 from streamrag.serve.connections.gate import LOOPBACK
 from streamrag.serve.server import listen
 from streamrag.sources.index.index_folder import check_index
@@ -37,18 +37,18 @@ SOURCES = ("source.urls", "source.index", "source.postgres", "source.trace")  # 
 PACKAGES = (
     ("source.urls", "crawl4ai", install_line("crawl")),
     ("source.index", "numpy", install_line("embed")),
-    ("source.postgres", "psycopg", install_line("postgres")),
-    ("source.postgres", "psycopg_pool", install_line("postgres")),
+    ("source.postgres", "psycopg", install_line("embed")),
+    ("source.postgres", "psycopg_pool", install_line("embed")),
     ("engine.lanes", "nixl", INSTALL),
     ("replicas.decode", "nixl", INSTALL),
     ("replicas.number", "ray", install_line("ray")),
     ("replicas.sources", "ray", install_line("ray")),
-    ("observe.otel_endpoint", "opentelemetry.sdk", install_line("otel")),
-    ("observe.otel_endpoint", "opentelemetry.exporter.otlp.proto.http", install_line("otel")),
+    ("observe.otel_endpoint", "opentelemetry.sdk", install_line("serve")),
+    ("observe.otel_endpoint", "opentelemetry.exporter.otlp.proto.http", install_line("serve")),
 )
 """Settings, a module that each needs, and the command that installs it."""
 
-ON_RAY = {"number", "address", "name", "sources", "max_sources", "source_num_cpus", "place_s"}
+ON_RAY = {"number", "address", "name", "sources"}
 """Settings of [replicas] that have an effect without replicas of the engine."""
 
 NEEDS: Sequence[tuple[str, Collection[str], Sequence[str]]] = (

@@ -89,14 +89,9 @@ def make_replica_lane(model: ModelSettings, engine: EngineSettings, lane: Any) -
 
 def _engine_options(model: ModelSettings, engine: EngineSettings) -> dict[str, Any]:
     """Return the options of a `VllmBackend`."""
-    of_scheduler = engine.model_dump(include={"policy", "can_partial_evict", "eviction", "profile"})
-    named = {"strategy", "answer_ahead", "max_num_batched_tokens", "max_num_seqs", "kv_cache_bytes", "host_kv_bytes"}
-    return {
-        "scheduler": SchedulerOptions(**of_scheduler),
-        "max_model_len": model.max_model_len,
-        **engine.model_dump(include=named),
-        "engine_args": {"dtype": engine.dtype, **engine.engine_args},
-    }
+    scheduler = SchedulerOptions(**engine.model_dump(include={"policy", "eviction", "profile"}))
+    named = engine.model_dump(include={"strategy", "answer_ahead", "kv_cache_bytes", "host_kv_bytes", "engine_args"})
+    return {"scheduler": scheduler, "max_model_len": model.max_model_len, **named}
 
 
 def make_replicated(
@@ -109,15 +104,15 @@ def make_replicated(
 ) -> Backend:
     """Return a backend of replicas, not started: those of `cluster`, or else new ones that are named after `name`."""
     cluster = cluster or _make_cluster(partial(make_engines, model, engine, replicas), replicas, f"{name}-engines")
-    make_tokenizer = partial(HuggingFaceTokenizer.of_engine, model.name, engine.engine_args)
-    options: dict[str, Any] = {"make_tokenizer": make_tokenizer, "max_replays": replicas.max_replays}
+    tokenizer = partial(HuggingFaceTokenizer.of_engine, model.name, engine.engine_args)
     if replicas.decode:
         from streamrag.backends.lanes.ray_backend import RayDisaggregatedBackend
 
-        return RayDisaggregatedBackend(cluster, router=replicas.router, max_open=replicas.max_open, **options)
+        max_open = replicas.max_open
+        return RayDisaggregatedBackend(cluster, make_tokenizer=tokenizer, router=replicas.router, max_open=max_open)
     from streamrag.backends.ray import RayBackend
 
-    return RayBackend(cluster, router=make_router(replicas.router), **options)
+    return RayBackend(cluster, make_tokenizer=tokenizer, router=make_router(replicas.router))
 
 
 def make_engines(model: ModelSettings, engine: EngineSettings, replicas: ReplicaSettings) -> Any:
@@ -141,7 +136,7 @@ def decode_options(replicas: ReplicaSettings) -> ReplicaOptions:
     """Return the options of decode lanes: those of the others, but for their number and by which load it changes."""
     check_max_decode(replicas)
     options, number = replica_options(replicas), replicas.decode
-    return replace(options, number=number, min_number=None, max_number=replicas.max_decode, queued_tokens=None)
+    return replace(options, number=number, max_number=replicas.max_decode, queued_tokens=None)
 
 
 def check_max_decode(replicas: ReplicaSettings) -> None:
@@ -162,8 +157,7 @@ def make_sources(source: SourceSettings, replicas: ReplicaSettings) -> Any:
     """Return the source's replicas as a Ray Serve application."""
     from streamrag.backends.ray.deployment import sources
 
-    make = partial(make_source, source)
-    return sources(make, replicas.sources, replicas.max_sources, num_cpus=replicas.source_num_cpus)
+    return sources(partial(make_source, source), replicas.sources)
 
 
 def _make_cluster(make_application: Callable[[], Any], replicas: ReplicaSettings, app_name: str) -> "Cluster":
@@ -171,7 +165,7 @@ def _make_cluster(make_application: Callable[[], Any], replicas: ReplicaSettings
     require_modules("ray", "ray")
     from streamrag.backends.ray.cluster import Cluster
 
-    return Cluster(make_application, address=replicas.address, app_name=app_name, place_s=replicas.place_s)
+    return Cluster(make_application, address=replicas.address, app_name=app_name)
 
 
 def name_on_ray(settings: Settings) -> str:
@@ -209,7 +203,6 @@ def service_of(
     """Return the service of these parts, not started, without routes. Its folder for sessions, if set, is created
     first: an unusable one raises ConfigurationError before an engine starts."""
     answers, server = settings.answers, settings.server
-    restarts = RestartBudget(server.max_restarts, server.restart_window_s)
     if server.session_log_dir is not None:
         SessionFolder(server.session_log_dir)  # fails early, before an engine is started
     return Service(
@@ -225,7 +218,7 @@ def service_of(
         observers=observers,
         model_name=settings.model.served_name,
         session_log_dir=server.session_log_dir,
-        restarts=restarts if server.on_engine_death == "restart" else None,
+        restarts=RestartBudget() if server.on_engine_death == "restart" else None,
         tool_parser=make_tool_parser(settings.model),
         ignores_tools=settings.model.ignore_tools,
         base_url=settings.source.base_url,

@@ -5,15 +5,17 @@ index = "./handbook-index"              streamrag serve --source.index ./handboo
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, Field, SecretStr, create_model
 
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.modes import PromptTemplate
 from streamrag.serve.limits import Checked, Limits
+from streamrag.sources.crawl.options import CrawlOptions, summary
 
 _PROMPT = PromptTemplate()
 
@@ -36,23 +38,36 @@ Words = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
 Table = Annotated[dict[str, Any], BeforeValidator(_parse_object)]  # a table, or a string with a JSON object
 
 
-class SourceSettings(Checked):
-    """The source of context: one of `urls`, `index`, `postgres`, `trace`; with none, clients bring their context."""
+CRAWL = (
+    "max_depth", "max_pages", "crawl_timeout_s", "same_host", "allow_private", "obey_robots", "sitemaps",
+    "cache_folder", "cdp_url",
+)  # fmt: skip
+"""The options of a crawl that are settings, with the types, defaults and meanings that `CrawlOptions` gives them."""
+
+
+def _crawl_fields() -> dict[str, Any]:
+    types, defaults = get_type_hints(CrawlOptions, include_extras=True), CrawlOptions()
+    return {name: (types[name], Field(default=getattr(defaults, name), description=summary(name))) for name in CRAWL}
+
+
+class _Places(Checked):
+    """A part of `SourceSettings`: where to look."""
 
     urls: Words = Field(default=(), description="start addresses of a crawl")
     index: Path | None = Field(default=None, description="an index made by `streamrag index build`")
     postgres: SecretStr | None = Field(default=None, description="a pgvector DSN, or env:NAME of a variable with one")
     trace: Path | None = Field(default=None, description="replay a recording of `streamrag record`")
-    max_depth: int = Field(default=2, ge=0, description="links that a crawl follows from a start address")
-    max_pages: int = Field(default=20, ge=1, description="maximum pages of a crawl")
-    crawl_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a whole crawl")
-    same_host: bool = Field(default=True, description="follow only links within the hosts of the start addresses")
-    allow_private: bool = Field(default=False, description="also crawl private and loopback addresses")
-    obey_robots: bool = Field(default=True, description="fetch only what robots.txt allows")
-    sitemaps: bool = Field(default=False, description="also look for pages in sitemaps")
-    send_traceparent: bool = Field(default=False, description="send each query's trace context to crawled sites")
-    cache_folder: Path | None = Field(default=None, description="cache of crawled pages")
-    cdp_url: str | None = Field(default=None, description="render pages in the browser at this CDP address")
+
+
+if TYPE_CHECKING:  # a type checker cannot know fields that are made, and no code names them
+    _Crawled = _Places
+else:
+    _Crawled = create_model("_Crawled", __base__=_Places, **_crawl_fields())
+
+
+class SourceSettings(_Crawled):
+    """The source of context: one of `urls`, `index`, `postgres`, `trace`; with none, clients bring their context."""
+
     base_url: str | None = Field(
         default=None,
         pattern="^https?://[^/]",
@@ -96,15 +111,13 @@ class EngineSettings(Checked):
         description='separate engines for prompts and for answers: "2+1" is two and one',
     )
     policy: str = Field(default=DEFAULT_POLICY, description="order in which it serves requests")
-    can_partial_evict: bool | None = Field(default=None, description="whether partial prompts may preempt others")
     eviction: EvictionMode | None = Field(default=None, description="what happens to the KV of preempted requests")
     host_kv_bytes: int | None = Field(default=None, ge=0, description="host memory for KV, for each worker")
     profile: str | None = Field(default=None, description="name or path of the hardware's cost profile")
-    dtype: str = Field(default="auto", description="of weights and KV; `streamrag doctor` shows what is chosen")
-    max_num_batched_tokens: int | None = Field(default=None, ge=1, description="maximum tokens in one step")
-    max_num_seqs: int | None = Field(default=None, ge=1, description="maximum requests in one step")
     kv_cache_bytes: int | None = Field(default=None, ge=1, description="KV cache size; 4 GiB by default on a CPU")
-    engine_args: Table = Field(default={}, description="more of vLLM's AsyncEngineArgs, which take precedence")
+    engine_args: Table = Field(
+        default={}, description="more of vLLM's AsyncEngineArgs, such as dtype and max_num_seqs; they take precedence"
+    )
 
 
 class ReplicaSettings(Checked):
@@ -118,27 +131,23 @@ class ReplicaSettings(Checked):
         min_length=1,
         description="unique prefix of the engines and sources on a cluster; by default of host and port",
     )
-    min_number: int | None = Field(default=None, ge=1, description="minimum engines when there is little load")
-    max_number: int | None = Field(default=None, ge=1, description="maximum engines; by default no autoscaling")
+    max_number: int | None = Field(
+        default=None, ge=1, description="maximum engines under load, minimum is `number`; by default no autoscaling"
+    )
     decode: int = Field(
         default=0, ge=0, description="decode lanes at the start; the engines of `number` are then prefill lanes"
     )
     max_decode: int | None = Field(default=None, ge=1, description="maximum decode lanes; minimum is `decode`")
     queued_tokens: int = Field(default=8192, ge=1, description="queued prompt tokens per engine before one is added")
-    upscale_delay_s: float = Field(default=10.0, gt=0, description="seconds of high load before an engine is added")
-    downscale_delay_s: float = Field(default=600.0, ge=0, description="seconds of low load before one is removed")
     max_open: int = Field(default=64, ge=1, description="open queries in one engine")
-    max_replays: int = Field(default=3, ge=0, description="retries of a query without output whose engine is lost")
     num_cpus: float = Field(default=1.0, ge=0, description="CPUs of its node that each engine reserves")
     num_gpus: float = Field(default=0.0, ge=0, description="GPUs that each engine reserves")
-    accelerator: str | None = Field(default=None, description='accelerator of its node, as Ray names it: "H100"')
-    resources: Table = Field(default={}, description="further Ray resources that each engine reserves, by name")
-    drain_s: float = Field(default=600.0, gt=0, description="seconds for a stopped engine to finish its queries")
+    resources: Table = Field(
+        default={},
+        description='further Ray resources that each engine reserves: {"accelerator_type:H100" = 0.001}, for example',
+    )
     sources: int = Field(default=0, ge=0, description="replicas of the source; 0 retrieves in the service's process")
-    max_sources: int | None = Field(default=None, ge=1, description="maximum replicas of the source under load")
-    source_num_cpus: float = Field(default=0.0, ge=0, description="CPUs that each replica of the source reserves")
     front_num_cpus: float = Field(default=0.0, ge=0, description="CPUs that the service reserves when deployed on Ray")
-    place_s: float = Field(default=900.0, gt=0, description="seconds that replicas wait for a node with room for them")
 
 
 class PromptSettings(Checked):
@@ -168,10 +177,6 @@ class AnswerSettings(Checked):
     on_source_error: Literal["raise", "answer"] = Field(default="raise", description="what to do if retrieval fails")
 
 
-class LimitSettings(Limits):
-    """Limits on the requests of clients. Requests that exceed them are refused with 429 or 413."""
-
-
 class KeySettings(Checked):
     """API keys of clients: `file` has lines `name = "key"`. Never on the command line, which every user can read."""
 
@@ -188,11 +193,9 @@ class ServerSettings(Checked):
     hosts: Words = Field(default=(), description="permitted host names besides loopback; * is any (default with keys)")
     origins: Words = Field(default=(), description="permitted origins besides its own; * permits any")
     session_log_dir: Path | None = Field(default=None, description="folder of session logs, to resume after a restart")
-    on_engine_death: Literal["exit", "restart"] = Field(default="exit", description="what to do when the engine dies")
-    max_restarts: int = Field(
-        default=5, ge=1, description="restarts within `restart_window_s` before the service exits"
+    on_engine_death: Literal["exit", "restart"] = Field(
+        default="exit", description="what to do when the engine dies; five restarts an hour at most"
     )
-    restart_window_s: float = Field(default=3600.0, gt=0, description="window of `max_restarts` in seconds")
 
 
 class ObserveSettings(Checked):
@@ -210,7 +213,54 @@ class Settings(Checked):
     replicas: ReplicaSettings = ReplicaSettings()
     prompt: PromptSettings = PromptSettings()
     answers: AnswerSettings = AnswerSettings()
-    limits: LimitSettings = LimitSettings()
+    limits: Limits = Limits()
     keys: KeySettings = KeySettings()
     server: ServerSettings = ServerSettings()
     observe: ObserveSettings = ObserveSettings()
+
+
+HIDDEN = "(hidden)"
+
+
+def commented_defaults() -> str:
+    """Return a TOML text with each setting's description and default; settings without a default are commented out."""
+    lines = [
+        "# A configuration for `streamrag serve --config FILE`, with every setting at its default.",
+        "# Settings without a default are commented out. A setting that is left out has its default.",
+    ]
+    for section, values in Settings():
+        lines += ["", f"# {type(values).__doc__ or ''}".rstrip(), f"[{section}]"]
+        for name, field in type(values).model_fields.items():
+            value = getattr(values, name)
+            lines.append(f"# {field.description}")
+            lines.append(f"# {name} =" if value is None else f"{name} = {toml_of(value)}")
+    return "\n".join(lines)
+
+
+def effective(settings: Settings) -> str:
+    """Return the effective settings as a TOML text, without those that are None; secrets are `HIDDEN`."""
+    lines = []
+    for section, values in settings:
+        lines += ["", f"[{section}]"]
+        lines += [f"{name} = {toml_of(value)}" for name, value in values if value is not None]
+    return "\n".join(lines[1:])
+
+
+def toml_of(value: Any) -> str:
+    """Return a value as TOML on one line, a secret as `HIDDEN`; raise TypeError if it has no such form."""
+    match value:
+        case SecretStr():
+            return toml_of(HIDDEN)
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case str() | Path():
+            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        case Mapping():
+            return "{" + ", ".join(f"{toml_of(str(key))} = {toml_of(each)}" for key, each in value.items()) + "}"
+        case Sequence():
+            return "[" + ", ".join(map(toml_of, value)) + "]"
+        case BaseModel():
+            return toml_of(dict(value))
+    raise TypeError(f"{value!r:.80} has no TOML form")

@@ -5,14 +5,8 @@ from typing import Any
 
 from streamrag.core import Source
 from streamrag.errors import ConfigurationError
-from streamrag.serve.config.settings import SourceSettings
+from streamrag.serve.config.settings import CRAWL, SourceSettings
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
-
-CRAWL = (
-    "max_depth", "max_pages", "crawl_timeout_s", "same_host", "allow_private", "obey_robots", "sitemaps",
-    "send_traceparent", "cache_folder", "cdp_url",
-)  # fmt: skip
-"""Settings of a crawl."""
 
 
 def make_source(settings: SourceSettings) -> Source | None:
@@ -42,9 +36,10 @@ def make_source(settings: SourceSettings) -> Source | None:
         return ReplaySource(settings.trace)
     if not settings.urls:
         return None
+    from streamrag.sources.crawl.options import CrawlOptions
     from streamrag.sources.crawl.web import WebSource
 
-    return WebSource(list(settings.urls), **{name: getattr(settings, name) for name in CRAWL})
+    return WebSource(list(settings.urls), CrawlOptions(**{name: getattr(settings, name) for name in CRAWL}))
 
 
 def resolve_dsn(text: str) -> str:

@@ -234,8 +234,8 @@ def _lower(text: str) -> str:
     return "".join(small if len(small := letter.lower()) == 1 else letter for letter in text)
 
 
-def log_to(stream: TextIO, *, form: Form = "json", level: int = logging.INFO, with_text: bool = False) -> None:
-    """Log everything from `level` on in this process to `stream`, in place of the handlers set up before.
+def log_to(stream: TextIO, *, form: Form = "json", with_text: bool = False) -> None:
+    """Log everything from INFO on in this process to `stream`, in place of the handlers set up before.
 
     with_text: whether log lines may contain questions. `CHATTY` loggers, such as httpx, log only warnings in any case.
     """
@@ -244,6 +244,6 @@ def log_to(stream: TextIO, *, form: Form = "json", level: int = logging.INFO, wi
     handler.addFilter(_WithQuery())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -44,7 +44,7 @@ try:
     from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
-    raise MissingDependencyError("opentelemetry-sdk", install_line("otel")) from error
+    raise MissingDependencyError("opentelemetry-sdk", install_line("serve")) from error
 
 MAX_EVENTS = 100  # maximum events of one retrieval; `streamrag.num_events_left_out` counts the others
 MAX_PREEMPTIONS = 32  # maximum preemption spans of one query; `streamrag.num_preemptions` counts all
@@ -276,7 +276,7 @@ def to_otlp(
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         package = "opentelemetry-exporter-otlp-proto-http"
-        raise MissingDependencyError(package, install_line("otel")) from error
+        raise MissingDependencyError(package, install_line("serve")) from error
     address = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
     exporter = OTLPSpanExporter(address, headers=dict(headers or {}), timeout=EXPORT_TIMEOUT_S)
     resource = Resource.create({"service.name": service_name, "service.version": __version__})

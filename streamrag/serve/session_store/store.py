@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import re
 import stat
@@ -28,6 +29,7 @@ from streamrag.support.tasks import cancel_and_wait, run_shielded
 
 SWEEP_S = 5.0  # seconds between two sweeps, which close idle sessions and end readers whose key was revoked
 TOUCH_SHARE = 0.05  # how far a log's time of last use may lag if the service is killed, as a share of the idle timeout
+CLIENT_SHARE = 0.25  # of all sessions, and of the tokens in their windows, that one client may have
 RETRY_S = 60.0  # retry-After for a refused session, in seconds: another session may have ended by then
 NO_SESSION = "there is no such session; it may have been closed after being idle"
 
@@ -78,14 +80,9 @@ class SessionStore:
         self._service = service
         self._sessions: dict[str, ServedSession] = {}
         limits = service.limits
-        self._registry = SessionRegistry(
-            SessionLimits(
-                limits.max_sessions,
-                limits.max_sessions_per_client,
-                limits.max_session_tokens,
-                limits.max_session_tokens_per_client,
-            )
-        )
+        num_sessions, num_tokens = limits.max_sessions, limits.max_session_tokens
+        of_client = [math.ceil(CLIENT_SHARE * number) for number in (num_sessions, num_tokens)]
+        self._registry = SessionRegistry(SessionLimits(num_sessions, of_client[0], num_tokens, of_client[1]))
         self._sweeper: asyncio.Task[None] | None = None
         self._folder = None if service.session_log_dir is None else SessionFolder(service.session_log_dir)
         for id, header, idle_s in self._folder.sessions() if self._folder else ():

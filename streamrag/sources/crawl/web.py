@@ -5,11 +5,11 @@ import os
 import ssl
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import replace
 
 import anyio
 import httpcore
+from pydantic import InstanceOf
 
 from streamrag.core import Progress, SourceEvent
 from streamrag.core.lifecycle import started_once
@@ -27,7 +27,7 @@ from streamrag.sources.threads import Threads
 from streamrag.sources.workers.pool import WorkerPool, WorkerStartError
 from streamrag.support.tasks import run_shielded
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
-from streamrag.support.versions import __version__
+from streamrag.support.validation import validated
 
 NUM_FETCHES_PER_HOST = 4  # concurrent requests to one host, for all queries; a crawler's usual courtesy
 MAX_LOOKUPS = 32  # names that all crawls together resolve concurrently; an unanswered one holds a thread for 30 s
@@ -50,35 +50,7 @@ class WebSource:
     if no start URL remains.
 
     urls: start URLs, or a function from the query to them. If it returns none, nothing was found, which is no error.
-    max_depth: links to follow from a start URL; 0 for the start URLs only.
-    same_host: follow only links to the hosts (and ports) of the start URLs and of their redirect targets.
-    max_pages: pages to request in one crawl, usable or not.
-    max_pages_per_host: pages to request from one host (and port).
-    num_fetches: concurrent fetches of one crawl; at most 4 from one host, for all queries.
-    num_workers: processes that clean pages, for all queries.
-    page_timeout_s: seconds for fetching a page, and again for cleaning it.
-    crawl_timeout_s: seconds after which a crawl ends with the pages it has.
-    max_body_bytes: larger pages, before or after decompression, are skipped.
-    max_crawl_bytes: bytes of all bodies of one crawl, before decompression.
-    max_page_chars: characters of the relevant part of a page.
-    max_page_cpu_s: CPU seconds for cleaning a page. A large page takes about one, and a page that is made to be slow is
-        truncated before it takes more than two or three. Over the limit, its worker is replaced.
-    max_page_memory_bytes: memory for cleaning a page, beyond the 0.2 GB of a worker (on Linux).
-    allow_private: also fetch from loopback, private and other special addresses.
-    obey_robots: fetch only pages that a host's robots.txt allows for `user_agent`, and respect its crawl delay. If the
-        server fails to send it, no page of the host is fetched. With False, robots.txt is not requested, and you need
-        the site's permission to fetch its pages at this rate.
-    sitemaps: also look for pages in the sitemaps of the start URLs' hosts. Pages whose URL has words of the query are
-        fetched before waiting links; half of `max_pages` is reserved until the sitemaps are read.
-    send_traceparent: send the trace context of a traced query to the crawled sites, if they are your own and traced
-        too. A browser does not send it.
-    user_agent: the name in requests and for robots.txt; by default "streamrag/VERSION".
-    cdp_url: address of a running browser (`http://127.0.0.1:9222`), which then fetches pages and runs their scripts.
-        The addresses of links and start URLs are checked beforehand, and the browser's redirects afterwards, but not
-        the resources that a page loads: use a browser that cannot reach internal machines.
-    cache_folder: a folder that caches pages, as HTTP's rules allow, and their cleaned content, for later queries and
-        programs. Pages fetched by a browser are not cached. Beyond 256 MiB, the least recently used entries are
-        evicted. By default there is no cache.
+    options: the bounds and manners of the crawl.
 
     :raises ConfigurationError: an invalid value.
     :raises UnsafeUrlError: a start URL that is neither http nor https.
@@ -87,36 +59,13 @@ class WebSource:
     name = "WebSource"
     """The name in errors and for schedulers; give sources that behave differently different names."""
 
-    def __init__(
-        self,
-        urls: StartUrls,
-        *,
-        max_depth: int = 2,
-        same_host: bool = True,
-        max_pages: int = 20,
-        max_pages_per_host: int | None = None,
-        num_fetches: int = 6,
-        num_workers: int = 2,
-        page_timeout_s: float = 10.0,
-        crawl_timeout_s: float = 30.0,
-        max_body_bytes: int = 4 << 20,
-        max_crawl_bytes: int = 64 << 20,
-        max_page_chars: int = 8000,
-        max_page_cpu_s: float = 4.0,
-        max_page_memory_bytes: int = 512 << 20,
-        allow_private: bool = False,
-        obey_robots: bool = True,
-        sitemaps: bool = False,
-        send_traceparent: bool = False,
-        user_agent: str | None = None,
-        cdp_url: str | None = None,
-        cache_folder: str | Path | None = None,
-    ) -> None:
-        user_agent = user_agent or f"streamrag/{__version__}"
-        cache_folder = None if cache_folder is None else os.path.abspath(cache_folder)
-        given = locals()
+    @validated
+    def __init__(self, urls: StartUrls, options: InstanceOf[CrawlOptions] | None = None) -> None:
+        options = options or CrawlOptions()
+        if options.cache_folder is not None:
+            options = replace(options, cache_folder=os.path.abspath(options.cache_folder))
         self._urls = StartUrlList(urls)
-        self._options = CrawlOptions(**{each.name: given[each.name] for each in fields(CrawlOptions)})
+        self._options = options
         self._workers: WorkerPool | None = None
         self._ssl_context: ssl.SSLContext | None = None
         self._resources = AsyncExitStack()

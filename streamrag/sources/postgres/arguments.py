@@ -18,11 +18,11 @@ class StatementTimeoutError(SourceError):
 
 def require_psycopg() -> None:
     """Raise MissingDependencyError if psycopg, its pool or libpq is not installed."""
-    require_modules("postgres", "psycopg", "psycopg_pool")
+    require_modules("embed", "psycopg", "psycopg_pool")
     try:
         import psycopg  # noqa: F401 - loads libpq
     except ImportError as error:
-        raise MissingDependencyError("psycopg with libpq", install_line("postgres")) from error
+        raise MissingDependencyError("psycopg with libpq", install_line("embed")) from error
 
 
 def table_parts(table: TableName) -> tuple[str, ...]:

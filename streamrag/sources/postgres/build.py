@@ -21,7 +21,7 @@ from streamrag.sources.index.document_passages import OnProgress, find_documents
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.index.embedder_pool import NUM_BUILD_THREADS, EmbedderPool
 from streamrag.sources.postgres.arguments import TableName, require_psycopg, storable, table_parts
-from streamrag.support.clock import Clock, monotonic
+from streamrag.support.clock import monotonic
 from streamrag.support.validation import Count, validated
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def build_table(
     passage_words: PassageWords = 180,
     max_file_bytes: Count = 10 << 20,
     on_progress: OnProgress | None = None,
-    clock: Clock = monotonic,
 ) -> TableSummary:
     """Fill a table with the text, Markdown, HTML and PDF files below `folder`, and return the build's summary. Blocks.
 
@@ -81,7 +80,7 @@ def build_table(
     :raises SourceError: the server cannot be reached, or the connection broke; written rows stay.
     :raises WorkerError: the embedding process died.
     """
-    started_s = clock()
+    started_s = monotonic()
     refuse_event_loop("build_table")
     require_psycopg()
     report = on_progress or (lambda done, total, step: None)
@@ -89,7 +88,7 @@ def build_table(
     pool = EmbedderPool(embedder, size=1, num_threads=NUM_BUILD_THREADS)
     with file_worker() as read:
         writer = asyncio.run(build.run(dsn, table_parts(table), words, pool, prune, read))
-    return build.summary(writer, clock() - started_s)
+    return build.summary(writer, monotonic() - started_s)
 
 
 class _Build:

@@ -129,7 +129,7 @@ class IvfSource(IndexSource):
 
 
 def index_source(
-    index: str | os.PathLike[str], *, k: int = 10, num_workers: int = 1, embedder: str | None = None
+    index: str | os.PathLike[str], *, k: int = 10, embedder: str | None = None
 ) -> VectorSource | IvfSource:
     """Return an `IvfSource` or a `VectorSource` with default options, depending on the kind of the index.
 
@@ -138,4 +138,4 @@ def index_source(
     :raises ConfigurationError: an option is invalid.
     """
     kind = IvfSource if kind_in_manifest(Path(index).absolute()) == "ivf" else VectorSource
-    return kind(index, k=k, num_workers=num_workers, embedder=embedder)
+    return kind(index, k=k, embedder=embedder)

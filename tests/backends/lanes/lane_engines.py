@@ -33,7 +33,7 @@ PATIENCE_S = 60
 
 @asynccontextmanager
 async def started_lanes(
-    folder: Path, on_transfer: Callable[[KvTransfer], None], *, num_each: int = 2, max_fetch_s: float = 60.0
+    folder: Path, on_transfer: Callable[[KvTransfer], None], *, num_each: int = 2
 ) -> AsyncIterator[DisaggregatedBackend]:
     """Start lanes of each kind, short of memory."""
     model = make_tiny_llama(folder, hidden_size=128, num_layers=4, num_heads=4)
@@ -52,7 +52,7 @@ async def started_lanes(
         )
 
     prefill, decode = ([lane(kind) for _ in range(num_each)] for kind in ("prefill", "decode"))
-    lanes = DisaggregatedBackend(prefill, decode, max_open=2, max_fetch_s=max_fetch_s)
+    lanes = DisaggregatedBackend(prefill, decode, max_open=2)
     lanes.on_transfer = on_transfer
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")  # as in `real_engine`

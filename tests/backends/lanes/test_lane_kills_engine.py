@@ -24,8 +24,10 @@ MAX_FETCH_S = 8.0
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DisaggregatedBackend]:
     folder = tmp_path_factory.mktemp("models") / "model"
-    async with started_lanes(folder, lambda transfer: None, num_each=NUM_EACH, max_fetch_s=MAX_FETCH_S) as lanes:
-        yield lanes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes_module, "MAX_FETCH_S", MAX_FETCH_S)
+        async with started_lanes(folder, lambda transfer: None, num_each=NUM_EACH) as lanes:
+            yield lanes
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["before the first transfer", "after others"])

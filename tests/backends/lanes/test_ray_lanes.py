@@ -289,7 +289,6 @@ def test_a_service_has_lanes_on_ray_by_one_word_and_both_kinds_scale_apart() -> 
         "model.name": "org/model",
         "engine.policy": "fcfs",
         "replicas.number": "2",
-        "replicas.min_number": "1",
         "replicas.max_number": "8",
         "replicas.decode": "1",
         "replicas.max_decode": "3",
@@ -301,14 +300,14 @@ def test_a_service_has_lanes_on_ray_by_one_word_and_both_kinds_scale_apart() -> 
     prefill = make_engines(*parts)._bound_deployment
     decode = prefill.init_args[2]._bound_deployment
     scaling = [each._deployment_config.autoscaling_config for each in (prefill, decode)]
-    assert [(each.min_replicas, each.initial_replicas, each.max_replicas) for each in scaling] == [(1, 2, 8), (1, 1, 3)]
+    assert [(each.min_replicas, each.initial_replicas, each.max_replicas) for each in scaling] == [(2, 2, 8), (1, 1, 3)]
     assert scaling[1].target_ongoing_requests == 16
     assert (prefill.name, decode.name) == ("prefill", "decode")
     engines = prefill.init_args[0](), decode.init_args[0]()
     assert [type(engine) for engine in engines] == [PrefillEngine, DecodeEngine]
     assert [engine.lane for engine in engines] == ["prefill", "decode"]
     assert engines[0]._engine_args["additional_config"]["streamrag"]["policy"] == "fcfs"
-    fixed = make_engines(*parts[:2], settings.replicas.model_copy(update={"max_number": None, "min_number": None}))
+    fixed = make_engines(*parts[:2], settings.replicas.model_copy(update={"max_number": None}))
     assert fixed._bound_deployment.num_replicas == 2
 
 
@@ -320,10 +319,6 @@ def test_a_number_of_decode_lanes_above_their_maximum_is_one_problem() -> None:
     ]
     with pytest.raises(ConfigurationError, match="max_decode=2 must be at least decode=3"):
         make_engines(loaded.settings.model, loaded.settings.engine, loaded.settings.replicas)
-    problems = check(load(None, {}, {**options, "replicas.max_decode": "3", "replicas.min_number": "1"}))
-    assert [str(each) for each in problems if "max_" in str(each)] == [
-        "replicas: min_number=1 is for autoscaling: set max_number too"
-    ]
 
 
 def test_an_application_has_either_decode_lanes_or_an_engine_of_the_caller() -> None:

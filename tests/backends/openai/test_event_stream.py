@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from streamrag.backends.openai.event_stream import event_data
+from streamrag.backends.openai.http import event_data
 
 
 async def events_of(body: bytes, piece_bytes: int) -> tuple[list[str], str]:

@@ -72,7 +72,7 @@ async def test_usage_that_a_server_does_not_report_is_unknown(
     server.handlers = [stream(chunk("42", "stop"), {"choices": [], "usage": usage}, "[DONE]")]
     assert backend.model.unit == "characters"
     async with Pipeline(ScriptedSource([]), backend, owns_backend=False) as pipeline:
-        events = [event async for event in pipeline.events("Why?", max_context_tokens=0)]
+        events = [event async for event in pipeline.events("Why?", max_context_tokens=0, overlap=False)]
     answer = events[-1].answer  # type: ignore[union-attr]
     assert (answer.usage, answer.unit) == (TokenUsage(None, None), "characters")
     assert {each.unit for each in events if isinstance(each, ContextChanged | ContextComplete)} == {"characters"}

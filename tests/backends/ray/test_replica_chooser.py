@@ -26,7 +26,7 @@ from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
 from streamrag.errors import ConfigurationError, PromptTooLongError
 from streamrag.records import RequestRecord
 from streamrag.routing import Opening, ReplicaState
-from streamrag.routing.speed import LASTS_S, QUERY_TOKENS
+from streamrag.routing.soonest import LASTS_S, QUERY_TOKENS
 from streamrag.testing import ScriptedBackend
 
 FIRST = Prompt((1, 2, 3), 0, is_complete=False, source_name="search")
@@ -304,9 +304,7 @@ def test_the_autoscaler_s_policy_reads_what_replicas_told_it() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"min_number": 1}, "set max_number too"),
-        ({"number": 3, "max_number": 2}, "must be from"),
-        ({"number": 1, "min_number": 2, "max_number": 4}, "must be from min_number=2 to max_number=4"),
+        ({"number": 3, "max_number": 2}, "max_number=2 must be at least number=3"),
         ({"max_open": 0}, "max_open=0 must be greater than or equal to 1"),
     ],
 )
@@ -316,14 +314,14 @@ def test_options_that_cannot_work_are_refused(values: dict[str, int], said: str)
 
 
 def test_the_resources_that_an_engine_needs_are_passed_to_ray() -> None:
-    options = ReplicaOptions(num_cpus=4, num_gpus=1, accelerator="H100", resources={"rack_7": 1})
+    options = ReplicaOptions(num_cpus=4, num_gpus=1, resources={"rack_7": 1, "accelerator_type:H100": 0.001})
     assert options.actor_options == {
-        "num_cpus": 4, "num_gpus": 1, "accelerator_type": "H100", "resources": {"rack_7": 1},
+        "num_cpus": 4, "num_gpus": 1, "resources": {"rack_7": 1, "accelerator_type:H100": 0.001},
     }  # fmt: skip
     assert ReplicaOptions().actor_options == {"num_cpus": 1.0, "resources": {}}
 
 
-def test_sources_and_the_service_take_no_cpus_that_engines_may_have_taken_unless_they_are_told(tmp_path: Path) -> None:
+def test_sources_and_the_service_take_no_cpus_that_engines_may_have_taken(tmp_path: Path) -> None:
     from streamrag.serve.config.factories import make_sources
     from streamrag.serve.config.layers import load
     from streamrag.serve.ray_app import application
@@ -345,7 +343,7 @@ def test_sources_and_the_service_take_no_cpus_that_engines_may_have_taken_unless
         return [each._bound_deployment.ray_actor_options["num_cpus"] for each in deployed]
 
     assert cpus() == [0, 0]
-    assert cpus(**{"replicas.source_num_cpus": "0.5", "replicas.front_num_cpus": "2"}) == [0.5, 2]
+    assert cpus(**{"replicas.front_num_cpus": "2"}) == [0, 2]
 
 
 def test_the_autoscaler_looks_back_no_further_than_it_is_to_wait() -> None:

@@ -14,7 +14,7 @@ from streamrag.backends.tools.template import MAX_TEXTS, with_tools
 from streamrag.core import Tokenizer
 from streamrag.modes import PromptAssembler
 from streamrag.testing import CodePointTokenizer
-from tests.backends.tools.tool_model import HERMES, LLAMA, make_tool_llama
+from tests.backends.tools.tool_model import HERMES, LLAMA, MISTRAL, NO_SYSTEM, make_tool_llama
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -77,6 +77,17 @@ def test_a_prompt_is_what_the_chat_template_renders(tokenizer: HuggingFaceTokeni
     messages = MESSAGES[:num_messages]
     prompt = assembler(tokenizer, messages).assemble([], is_complete=True).prompt
     assert tokenizer.decode(prompt.token_ids) == rendered(tokenizer, messages, [WEATHER])
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, MISTRAL], ids=["gemma", "mistral"])
+@pytest.mark.parametrize("num_messages", [2, 4, 6])
+def test_system_text_that_a_template_with_tools_does_not_keep_stands_before_the_first_user_message(
+    tmp_path: Path, template: str, num_messages: int
+) -> None:
+    tokenizer = HuggingFaceTokenizer(make_tool_llama(tmp_path / "model", template))
+    first = {"role": "user", "content": "Be brief.\n\nHello there!"}
+    prompt = assembler(tokenizer, MESSAGES[:num_messages]).assemble([], is_complete=True).prompt
+    assert tokenizer.decode(prompt.token_ids) == rendered(tokenizer, [first, *MESSAGES[2:num_messages]], [WEATHER])
 
 
 def test_passages_stand_before_the_question_and_calls_behind_it(tokenizer: HuggingFaceTokenizer) -> None:

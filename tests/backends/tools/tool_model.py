@@ -61,6 +61,23 @@ Given the following functions, respond with JSON:
 {% endif %}"""
 """As that of Llama 3.1: tools in the first user's message, indented; results as JSON."""
 
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + HERMES
+"""As those of Gemma, which refuse system texts."""
+
+MISTRAL = """{{ bos_token }}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}{% endif %}
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools and message == users[-1] %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {#
+#}{% if loop.last and system is defined %}{{ system }}{{ '\n\n' }}{% endif %}{{ message.content }}[/INST]
+{%- elif message.tool_calls %}[TOOL_CALLS] {{ message.tool_calls | tojson }}{{ eos_token }}
+{%- elif message.role == 'tool' %}[TOOL_RESULTS] {{ message.content }}[/TOOL_RESULTS]
+{%- else %} {{ message.content }}{{ eos_token }}
+{%- endif %}
+{%- endfor %}"""
+"""As that of Mistral 7B v0.3, which moves system texts to the last user message."""
+
 Script = Callable[[str, SamplingParams], str]
 """A function that returns the answer to a prompt."""
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.backends.vllm import host_size
-from streamrag.backends.vllm.host_size import host_bytes, num_host_blocks
+from streamrag.backends.vllm import facts
+from streamrag.backends.vllm.facts import host_bytes, num_host_blocks
 
 
 def test_the_size_of_host_memory_that_the_user_sets_counts() -> None:
@@ -18,7 +18,7 @@ def test_the_size_of_host_memory_that_the_user_sets_counts() -> None:
 def test_host_memory_defaults_to_a_bounded_share_of_the_machine(
     num_device_blocks: int, num_workers: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_size, "host_bytes", lambda: 10_000)
+    monkeypatch.setattr(facts, "host_bytes", lambda: 10_000)
     assert num_host_blocks(None, 10, num_device_blocks, num_workers) == expected
 
 
@@ -26,7 +26,7 @@ def test_a_container_has_what_it_is_allowed(tmp_path: Path, monkeypatch: pytest.
     limit, no_limit = tmp_path / "limit", tmp_path / "no limit"
     limit.write_text("12345678\n")
     no_limit.write_text("max\n")
-    monkeypatch.setattr(host_size, "CGROUP_LIMITS", (no_limit, tmp_path / "missing"))
+    monkeypatch.setattr(facts, "CGROUP_LIMITS", (no_limit, tmp_path / "missing"))
     assert host_bytes() > 1 << 28
-    monkeypatch.setattr(host_size, "CGROUP_LIMITS", (no_limit, limit))
+    monkeypatch.setattr(facts, "CGROUP_LIMITS", (no_limit, limit))
     assert host_bytes() == 12_345_678

@@ -14,7 +14,7 @@ from streamrag.serve import Limits
 from streamrag.serve.failures import ENGINE_FAILED
 from streamrag.testing import ScriptedBackend
 from tests.serve.responses.talking import QUESTION, freed, settled, talking
-from tests.serve.serving import PARIS, serving
+from tests.serve.serving import PARIS, limits_of, serving
 
 BAD_FRAMES = [
     "{",
@@ -36,7 +36,7 @@ BAD_FRAMES = [
 
 
 async def test_a_bad_frame_is_an_error_and_the_socket_stays_usable() -> None:
-    async with serving(limits=Limits(max_frame_bytes=65_536)) as served, talking(served) as talk:
+    async with serving(limits=limits_of(max_frame_bytes=65_536)) as served, talking(served) as talk:
         first = await talk.prepare("One.")
         for frame in BAD_FRAMES:
             await talk.connection.send_raw(frame)
@@ -161,7 +161,7 @@ async def test_a_connection_that_breaks_frees_everything() -> None:
 
 async def test_a_slow_reader_is_left() -> None:
     backend = ScriptedBackend("x" * 3_000_000)
-    limits = Limits(send_timeout_s=0.2, max_tokens=3_000_000, max_queued_tokens=10_000_000)
+    limits = limits_of(send_timeout_s=0.2, max_tokens=3_000_000, max_queued_tokens=10_000_000)
     backend.model = type(backend.model)("scripted", backend.model.tokenizer, 4_000_000)
     async with serving(backend=backend, limits=limits) as served, talking(served) as talk:
         socket = talk.connection._connection

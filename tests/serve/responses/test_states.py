@@ -14,6 +14,7 @@ from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.protocols.responses.requests import CheckedRequest, ResponseRequest
 from streamrag.serve.protocols.responses.response_run import ResponseRun
 from streamrag.serve.protocols.responses.states import State, StateStore
+from tests.serve.serving import limits_of
 
 
 def state(name: str, *turns: Turn) -> State:
@@ -29,7 +30,7 @@ def names(store: StateStore, owner: str, *candidates: str) -> list[str]:
 
 
 def test_the_least_recently_used_response_goes_first() -> None:
-    store = StateStore(Limits(max_states=2))
+    store = StateStore(limits_of(max_states=2))
     store.add(state("a"), "alice")
     store.add(state("b"), "alice")
     store.get("a", "alice")
@@ -38,7 +39,7 @@ def test_the_least_recently_used_response_goes_first() -> None:
 
 
 def test_the_client_with_most_responses_loses_one_first() -> None:
-    store = StateStore(Limits(max_states=3))
+    store = StateStore(limits_of(max_states=3))
     store.add(state("b"), "bob")
     for name in ("a1", "a2", "a3", "a4"):
         store.add(state(name), "alice")
@@ -48,7 +49,7 @@ def test_the_client_with_most_responses_loses_one_first() -> None:
 
 def test_bytes_are_bounded_and_a_chain_counts_its_turns_once() -> None:
     turns = [Turn("user", "x" * 1000) for _ in range(4)]
-    store = StateStore(Limits(max_state_bytes=6_000))
+    store = StateStore(limits_of(max_state_bytes=6_000))
     for number in range(4):
         store.add(state(f"s{number}", *turns[: number + 1]), "alice")
     assert store.num_states == 4
@@ -61,7 +62,7 @@ def test_bytes_are_bounded_and_a_chain_counts_its_turns_once() -> None:
 
 def test_an_unused_response_expires() -> None:
     now_s = 0.0
-    store = StateStore(Limits(state_s=10), clock=lambda: now_s)
+    store = StateStore(limits_of(state_s=10), clock=lambda: now_s)
     store.add(state("a"), "alice")
     store.add(state("b"), "alice")
     now_s = 8.0
@@ -104,7 +105,7 @@ def test_a_response_that_is_deleted_leaves_its_turns_to_those_that_went_on_from_
 
 
 def test_a_store_for_no_responses_keeps_none() -> None:
-    store = StateStore(Limits(max_states=0))
+    store = StateStore(limits_of(max_states=0))
     store.add(state("a"), "alice")
     assert store.num_states == 0
 
@@ -132,7 +133,7 @@ def kept_response(store: StateStore, number: int, turns: tuple[Turn, ...] = (), 
 
 
 def test_responses_count_by_their_memory_whatever_their_fields_hold() -> None:
-    store = StateStore(Limits(max_state_bytes=1_000_000))
+    store = StateStore(limits_of(max_state_bytes=1_000_000))
     with memory_of(store):
         for number in range(10):
             kept_response(store, number, tools=[{"type": "file_search", "x": json.loads(f"[{'[],' * 50_000}1]")}])
@@ -141,7 +142,7 @@ def test_responses_count_by_their_memory_whatever_their_fields_hold() -> None:
 
 
 def test_short_turns_count_by_the_memory_that_they_take() -> None:
-    store = StateStore(Limits(max_state_bytes=1_000_000))
+    store = StateStore(limits_of(max_state_bytes=1_000_000))
     with memory_of(store):
         for number in range(10):
             kept_response(store, number, tuple(Turn("user", chr(0x1F600 + i % 80)) for i in range(1000)))

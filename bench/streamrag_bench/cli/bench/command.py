@@ -75,7 +75,7 @@ def _run_cells(
     failed = {}
     events = run_cells(cells, store, num_processes=num_processes, keep_steps=keep_steps)
     try:
-        with CellsView(len(cells), console) as view:
+        with CellsView(cells, console) as view:
             for event in events:
                 view.show(event)
                 if isinstance(event, CellFailed):
@@ -186,7 +186,7 @@ def _fresh_cell(arguments: argparse.Namespace) -> CellResult:
     if len(cells) != 1:
         raise ConfigurationError(f"a timeline shows one cell, but these options name {len(cells)}")
     console = Output(stderr=True)
-    with CellsView(1, console) as view:
+    with CellsView(cells, console) as view:
         view.show(CellStarted(cells[0]))
         return run_cell(
             cells[0], keep_steps=True, progress=lambda *counts: view.show(CellProgressed(cells[0], *counts))

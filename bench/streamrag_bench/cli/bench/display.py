@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from textwrap import fill
 from types import TracebackType
 
@@ -31,15 +31,23 @@ LEGEND = (
 
 
 class CellsView:
-    """A display with a bar for all cells and one for each running cell; without a terminal, lines of progress."""
+    """A display with a bar for all cells and one for each running cell; without a terminal, lines of progress.
 
-    def __init__(self, num_cells: int, console: Output) -> None:
+    The bar for all cells, and the time that it leaves, weigh each cell by `work`: equally by default.
+    """
+
+    def __init__(
+        self, cells: Sequence[CellSettings], console: Output, work: Callable[[CellSettings], float] = lambda cell: 1.0
+    ) -> None:
         self._console = console
         columns = (BarColumn(bar_width=14), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
         self._progress = bar(console, TextColumn("{task.description}"), *columns, TimeRemainingColumn(compact=True))
-        self._num_cells = num_cells
+        self._work = work
+        self._num_cells = len(cells)
         self._num_ended = 0
-        self._all = self._progress.add_task("[bold]all cells", total=num_cells, count=f"0/{num_cells} cells")
+        self._ended_work = 0.0
+        total = sum(map(work, cells))
+        self._all = self._progress.add_task("[bold]all cells", total=total, count=f"0/{len(cells)} cells")
         self._running: dict[CellSettings, TaskID] = {}
         self._shares: dict[CellSettings, float] = {}
         self._lines: dict[CellSettings, StepLines] = {}
@@ -85,12 +93,13 @@ class CellsView:
                 self._errors.add(event.error)
                 self._console.print_line(f"failed: {describe_cell(settings)}: {error}", style="red")
                 self._console.print_line(f"  its log: {event.log}", style="dim")
-        done = self._num_ended + sum(self._shares.values())
+        done = self._ended_work + sum(share * self._work(cell) for cell, share in self._shares.items())
         self._progress.update(self._all, completed=done, count=f"{self._num_ended}/{self._num_cells} cells")
 
     def _remove(self, settings: CellSettings) -> None:
         """Count a cell as ended, finished or failed, and remove its bar."""
         self._num_ended += 1
+        self._ended_work += self._work(settings)
         self._shares.pop(settings, None)
         self._lines.pop(settings)
         self._progress.remove_task(self._running.pop(settings))

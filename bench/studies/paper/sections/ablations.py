@@ -10,7 +10,7 @@ from ..ways import ABLATIONS, OURS, Way, ablations
 from .section import Report, Section
 
 TAIL = ("P50", "P95", "P99")
-
+POINTS = (*LIGHT, *LOADED, *HALF_KV)
 
 NOT_ALONE = (
     "what an evicted prompt is had back from the host is no work, tokens count by what they attend to, long steps are "
@@ -23,16 +23,12 @@ NOT_ALONE = (
 """Rules that no option switches off. What the first four do was measured when they came."""
 
 
-def _points(scale: Scale) -> tuple[Point, ...]:
-    return BEATEN if scale.has_all_ways else (*LIGHT, *LOADED, *HALF_KV)
-
-
 def _ways(point: Point) -> tuple[Way, ...]:
     return ablations(is_pressed=point.kind == "pressure")
 
 
 def wanted(scale: Scale) -> Wanted:
-    for point in _points(scale):
+    for point in POINTS:
         for way in (OURS, *_ways(point)):
             yield point, way
 
@@ -40,13 +36,13 @@ def wanted(scale: Scale) -> Wanted:
 def write(report: Report) -> str:
     names = [way.name.removeprefix("ours, ") for way in ablations()]
     same = [name for name in ABLATIONS if name not in names]
-    missing = [point.name for point in BEATEN if point not in _points(report.scale)]
+    missing = [point.name for point in BEATEN if point not in POINTS]
     seeds = ", ".join(map(str, report.scale.seeds(LOADED[0])))
     return (
         "How many times as long it takes without each part, P50/P95/P99, and how much longer the engine computes; more "
         f"than 1: the part helps. Seeds {seeds}. Parts that decide about memory are left out (–) where nobody is "
         "evicted."
-        + (f" Not simulated here: {'; '.join(missing)} (`make -C bench paper-full`)." if missing else "")
+        + (f" Not simulated here: {'; '.join(missing)}." if missing else "")
         + (f" No part of the default, and so left out: {', '.join(same)}." if same else "")
         + f" Rules that no option switches off alone: {'; '.join(NOT_ALONE)}.\n\n"
         + table(["", *names, "ours/floor"], _rows(report))
@@ -54,7 +50,7 @@ def write(report: Report) -> str:
 
 
 def _rows(report: Report) -> Iterator[list[str]]:
-    for point in _points(report.scale):
+    for point in POINTS:
         whole = report.results.pool(point, OURS)
         row = [point.name]
         for way in ablations():

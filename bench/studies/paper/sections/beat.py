@@ -8,7 +8,7 @@ from streamrag_bench.report.comparison import Pool
 from ..bound import bound_of
 from ..markdown import table, times, triple, yes_no
 from ..pictures import draw_ratios
-from ..plan import HELD_OUT_SEEDS, Scale, Wanted
+from ..plan import Scale, Wanted
 from ..points import BEATEN, HALF_KV, HELD_OUT, LIGHT, LOADED, OVERLOAD, PRESSED, Point
 from ..standing import RANKS, Seconds, Standing, envelope, floor_of, least, seconds_of
 from ..targets import TARGETS, Found, Target, place
@@ -25,7 +25,7 @@ from ..ways import (
     with_other_budget,
     with_our_budget,
 )
-from .included import planning
+from .planning_cost import planning
 from .section import Report, Section
 
 PUBLISHED_BUDGET = (NOT_STREAMING, *PAPER_WAYS)
@@ -43,16 +43,32 @@ OTHER_PRESSED = tuple(map(with_other_budget, (NOT_STREAMING, FCFS, paper("FCFS",
 """With few seeds: what is best with the published budget."""
 TAIL = ("P50", "P95", "P99")
 
+EXPLAINED = """\
+Ours is `SchedulerOptions()`, the same at every point, with 8,192 tokens a step at most: `VllmBackend` leaves \
+`max_num_batched_tokens` to vLLM unless told, so give it 8192. *FCFS* is the paper's, with recomputation, in the same \
+simulator. The *envelope* is the best of the paper's policies, and under pressure of the three evictions, taken apart \
+at each percentile, of those whose P99 is not worse than not streaming's. Baselines have the published token budget \
+(2,048 a step for crawls, 8,192 for searches), and for *best budget* the better of 2,048 and 8,192 at each percentile \
+(of not streaming, FCFS and LCAS only where load is light, under memory pressure and at rates that took no part in \
+tuning; with half the KV only FCFS and LCAS copy). The *floor* is the request alone on the engine, and the *bound* \
+what no schedule gets below that knows the future, evicts nothing and computes nothing in vain, each percentile taken \
+apart: a schedule may leave the longest requests lying to have a better P95, so that the bounds of two percentiles \
+are not reached together (the proof: bound.py). Percentiles are of all requests of all seeds. All have the first \
+seed. The others have not streaming, ours, FCFS, LCAS, at 4 crawls a second LCAS as coded, and under pressure FCFS \
+and LCAS by cost, with the published budget: what the envelope consists of with the first seed, or nearly, see below. \
+What rests on one seed says so.
+
+"""
+
 
 def wanted(scale: Scale) -> Wanted:
     for point in (*LIGHT, *LOADED, *HELD_OUT):
-        has_all = scale.has_all_ways or point in LOADED
-        for way in (*PUBLISHED_BUDGET, OURS, *(OTHER_BUDGET if has_all else OTHER_LIGHT)):
+        for way in (*PUBLISHED_BUDGET, OURS, *(OTHER_BUDGET if point in LOADED else OTHER_LIGHT)):
             yield point, way
     for point in (*LIGHT, *LOADED):
         yield point, FCFS_SYNC
     for point in PRESSED:
-        for way in (*_under_pressure(point, scale), OURS):
+        for way in (*_under_pressure(point), OURS):
             yield point, way
     for point in OVERLOAD:
         for way in (NOT_STREAMING, with_other_budget(NOT_STREAMING), FCFS, OURS):
@@ -60,9 +76,7 @@ def wanted(scale: Scale) -> Wanted:
     yield LOADED[0], HINTED
 
 
-def _under_pressure(point: Point, scale: Scale) -> tuple[Way, ...]:
-    if scale.has_all_ways:
-        return (*UNDER_PRESSURE, *OTHER_UNDER_PRESSURE)
+def _under_pressure(point: Point) -> tuple[Way, ...]:
     # Cells that copy take longest.
     is_half = point in HALF_KV
     same = (way for way in UNDER_PRESSURE if not (is_half and way in PAPER_SWAPPING and way.policy not in BEST))
@@ -75,24 +89,20 @@ def standing(
     *,
     any_budget: bool = False,
     has_more_seeds: bool = True,
-    seeds: Iterable[int] | None = None,
 ) -> Standing | None:
     """Ours at a point; with `any_budget`, beside baselines that have the token budget that suits them best at each
     rank. With `has_more_seeds`, of all seeds, where ours and not streaming have them, beside the ways that have them
-    too. None if it is not simulated yet, or not with these seeds."""
+    too. None if it is not simulated yet."""
     find = report.results.all_seeds if has_more_seeds else report.results.pool
 
-    def pool_of(way: Way) -> Pool | None:
-        return _only(find(point, way), seeds)
-
     def seconds(way: Way) -> Seconds | None:
-        pool = pool_of(way)
+        pool = find(point, way)
         return seconds_of(pool) if pool else None
 
-    mine, baseline = pool_of(OURS), pool_of(NOT_STREAMING)
+    mine, baseline = find(point, OURS), find(point, NOT_STREAMING)
     if mine is None or baseline is None:
         if has_more_seeds:
-            return standing(report, point, any_budget=any_budget, has_more_seeds=False, seeds=seeds)
+            return standing(report, point, any_budget=any_budget, has_more_seeds=False)
         return None
     same, other = _ways(point)
     not_streaming: list[Seconds] = []
@@ -108,7 +118,7 @@ def standing(
         eligible |= {name: found[name] for name in envelope(found, without)[1]}
     best_without = least(not_streaming)
     assert best_without
-    waiting = pool_of(with_our_budget(NOT_STREAMING, point))
+    waiting = find(point, with_our_budget(NOT_STREAMING, point))
     return Standing(
         point,
         mine.seeds,
@@ -130,13 +140,6 @@ def _busy_s(pool: Pool) -> float:
     return pool.total(lambda d: d.busy_s).value
 
 
-def _only(pool: Pool | None, seeds: Iterable[int] | None) -> Pool | None:
-    if pool is None or seeds is None:
-        return pool
-    kept = pool.only(seeds)
-    return kept if kept.digests else None
-
-
 def _ways(point: Point) -> tuple[Sequence[Way], Sequence[Way]]:
     """The baselines with the published budget, and those with the other."""
     if point.kind == "pressure":
@@ -148,7 +151,7 @@ def standings(report: Report, points: Iterable[Point], *, any_budget: bool = Fal
     """Of the points that are simulated. Under memory pressure the other budget may have been tried with one seed."""
     found = []
     for point in points:
-        has_more_seeds = report.scale.has_all_ways or not (any_budget and point.kind == "pressure")
+        has_more_seeds = not (any_budget and point.kind == "pressure")
         of = standing(report, point, any_budget=any_budget, has_more_seeds=has_more_seeds)
         found += [of] if of else []
     return found
@@ -158,7 +161,6 @@ def write(report: Report) -> str:
     points = (*BEATEN, *OVERLOAD)
     found, best = standings(report, points), standings(report, points, any_budget=True)
     held_out, held_out_best = standings(report, HELD_OUT), standings(report, HELD_OUT, any_budget=True)
-    of_seeds = [each for point in BEATEN if (each := standing(report, point, seeds=HELD_OUT_SEEDS))]
     first = [each for point in points if (each := standing(report, point, has_more_seeds=False))]
     over = "FCFS, the envelope, not streaming, ours/floor, ours/bound, busy/not streaming, longest/not streaming"
     columns = ["seeds", "FCFS over ours", "envelope over ours", "not streaming over ours", "ours/floor", "busy"]
@@ -169,7 +171,7 @@ def write(report: Report) -> str:
         "with one seed, beside ours with that seed."
     )
     parts = [
-        _explained(report),
+        EXPLAINED,
         "### Targets\n\n",
         table(head, _targets(found, best, held_out, held_out_best)),
         "\n" + planning(report.pictures.report.parent.parent),
@@ -186,44 +188,14 @@ def write(report: Report) -> str:
             _envelope_rows(first, found),
             num_left=4,
         ),
-        "\n### What took no part in tuning\n\nRates with seeds that took no part either"
-        f"{'' if of_seeds else ' (those seeds at the points above: `make -C bench paper-full`)'}. P50/P95/P99; in "
-        "brackets with the token budget that suits the baseline best"
-        f"{'' if report.scale.has_all_ways else ', of not streaming, FCFS and LCAS'}.\n\n",
-        table(["", *columns], _held_out_rows([*held_out, *of_seeds], [*held_out_best, *of_seeds])),
+        "\n### What took no part in tuning\n\nRates with seeds that took no part either. P50/P95/P99; in brackets with "
+        "the token budget that suits the baseline best, of not streaming, FCFS and LCAS.\n\n",
+        table(["", *columns], _held_out_rows(held_out, held_out_best)),
         "\n### An engine that plans no step ahead\n\nThe paper's FCFS on it, P50/P95/P99 in seconds, beside FCFS and "
         f"ours on one that does, as vLLM does today; seeds {', '.join(map(str, report.scale.seeds(LOADED[0])))}.\n\n",
         table(["", FCFS_SYNC.name, FCFS.name, "ours"], _sync_rows(report)),
     ]
     return "".join(parts)
-
-
-def _explained(report: Report) -> str:
-    less = (
-        ""
-        if report.scale.has_all_ways
-        else " (of not streaming, FCFS and LCAS only where load is light, under memory pressure and at rates that took "
-        "no part in tuning; with half the KV only FCFS and LCAS copy)"
-    )
-    seeds = (
-        ""
-        if report.scale.has_all_ways
-        else " All have the first seed. The others have not streaming, ours, FCFS, LCAS, at 4 crawls a second LCAS "
-        "as coded, and under pressure FCFS and LCAS by cost, with the published budget: what the envelope consists of "
-        "with the first seed, or nearly, see below. What rests on one seed says so."
-    )
-    return (
-        "Ours is `EngineOptions()`, the same at every point, with 8,192 tokens a step at most: `VllmBackend` leaves "
-        "`max_num_batched_tokens` to vLLM unless told, so give it 8192. *FCFS* is the paper's, with recomputation, in "
-        "the same simulator. The *envelope* is the best of the paper's policies, and under pressure of the three "
-        "evictions, taken apart at each percentile, of those whose P99 is not worse than not streaming's. Baselines "
-        "have the published token budget (2,048 a step for crawls, 8,192 for searches), and for *best budget* the "
-        f"better of 2,048 and 8,192 at each percentile{less}. The *floor* is the request alone on the engine, and the "
-        "*bound* what no schedule gets below that knows the future, evicts nothing and computes nothing in vain, each "
-        "percentile taken apart: a schedule may leave the longest requests lying to have a better P95, so that the "
-        "bounds of two percentiles are not reached together (the proof: bound.py). Percentiles are "
-        f"of all requests of all seeds.{seeds}\n\n"
-    )
 
 
 def _envelope_rows(first: Sequence[Standing], found: Sequence[Standing]) -> Iterator[list[str]]:

@@ -80,8 +80,6 @@ def write(report: Report) -> str:
 def _extent(report: Report) -> str:
     num_crawls = report.scale.num_queries(TWICE_FULL[0])
     seeds = ", ".join(map(str, report.scale.seeds(TWICE_FULL[0])))
-    if num_crawls is None:
-        return f"\nAll queries; seeds {seeds}.\n"
     crawls, searches = (WORKLOADS[name].num_queries for name in ("crawler", "anns"))
     return (
         f"\nCrawls are the first {num_crawls:,} of {crawls:,}, where the paper has all: cells that copy take four "

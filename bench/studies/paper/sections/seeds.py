@@ -20,11 +20,10 @@ PRESSED = (FCFS, paper("FCFS", "cost"), paper("LCAS", "cost"))
 
 
 def wanted(scale: Scale) -> Wanted:
-    for point in () if scale.has_all_ways else (*MORE_SEEDS, *MORE_PRESSED):
+    for point in (*MORE_SEEDS, *MORE_PRESSED):
         for way in (OURS, NOT_STREAMING, _waiting(point), *_others(point)):
             yield point, way
-    if not scale.has_all_ways:
-        yield more_of(LOADED[0]) or LOADED[0], HINTED
+    yield more_of(LOADED[0]) or LOADED[0], HINTED
 
 
 def _waiting(point: Point) -> Way:
@@ -39,8 +38,6 @@ def _others(point: Point) -> Sequence[Way]:
 
 
 def write(report: Report) -> str:
-    if report.scale.has_all_ways:
-        return "All tables have these seeds.\n"
     open_seeds, pressed_seeds = (
         [*report.scale.seeds(points[0]), *report.scale.seeds(more[0])]
         for points, more in ((LOADED, MORE_SEEDS), (TWICE_FULL, MORE_PRESSED))

@@ -1,14 +1,14 @@
-"""The page about drafts and copies has the figures of the results files."""
+"""The page about drafts has the figures of the results file."""
 
 from itertools import product
 
 import pytest
 
 from studies.answer_ahead.tables import PAGE, measured_table, page_tables
-from studies.page_tables import table, with_tables
+from studies.markdown_tables import table, with_tables
 
 
-def test_the_tables_of_the_page_are_those_of_the_results() -> None:
+def test_the_table_of_the_page_is_that_of_the_results() -> None:
     text = PAGE.read_text()
     assert with_tables(text, page_tables()) == text, "run bench/studies/answer_ahead/tables.py"
 

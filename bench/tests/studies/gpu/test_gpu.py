@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from streamrag.engine.costs.profile_files import load_profile
-from studies.gpu import device, exact, loads, page
+from studies.gpu import device, exact, loads
 from studies.gpu import run as command
 from studies.gpu.engines import LLAMA_8B, SIZES, measured_model
 
@@ -26,47 +26,6 @@ def test_an_answer_is_compared_up_to_the_first_token_that_differs() -> None:
     assert exact.difference([(5, -0.5), (9, -1.5), (7, -9.0)], expected) == 0.5  # what follows has another prompt
     told = exact.compared([expected, [(5, -0.5), (9, -1.5), (7, -9.0)]], [expected, expected])
     assert told == {"median": 0.25, "least": 0.0, "most": 0.5, "num_same_tokens": 1}
-
-
-def test_the_page_has_what_was_measured_and_names_what_was_not(tmp_path: Path) -> None:
-    ways = {way: {"median": 0.004, "least": 0.0, "most": 0.009, "num_same_tokens": 30} for way in exact.WAYS}
-    found = {"num_prompts": 32, "num_tokens": 153_600, "dtype": "float32", "is_async": True, "ways": ways}
-    found["preempted"] = {exact.APPENDED: 0, exact.UPDATED: 12}
-    (tmp_path / "exact.json").write_text(json.dumps(found))
-    copied = {f"num_{what}_{way}": num for what, num in (("blocks", 1_000), ("bytes", 50_000)) for way in ("out", "in")}
-    device = {"device": "NVIDIA H200", "num_cores": 16, "vllm": "0.32.0", "model_runner": "V2"}
-    device["probe"] = copied | {"out_s": 1e-6, "in_s": 2e-6}
-    (tmp_path / "probe.json").write_text(json.dumps(device))
-    saved = {"tokens_saved": {exact.UPDATED: 9_600}, "tokens_loaded": {exact.UPDATED: 4_800}, "eviction": "swap"}
-    few = {"ways": {way: ways[way] for way in exact.STREAMED}}
-    (tmp_path / "swap.json").write_text(json.dumps(found | saved | few))
-    measured = {
-        "num_queries": 20,
-        "ttft_after_retrieval_s": {"p50": 0.1, "p95": 0.2},
-        "ttft_s": {"p50": 4.1, "p95": 4.2},
-        "floor_s": {"p50": 0.05},
-        "busy_s": 3.0,
-    }
-    predicted = measured | {"ttft_s": {"p50": 4.0, "p95": 4.3}}
-    loads = {
-        "loads": {"crawls, one user": {"qps": None}, "crawls, 60 % busy": {"qps": 1.5}},
-        "cells": {
-            "crawls, one user": {"streaming": {"measured": measured, "predicted": predicted}},
-            "crawls, 60 % busy": {"no-streaming": {"measured": measured}},
-        },
-    }
-    (tmp_path / "loads.json").write_text(json.dumps(loads))
-    page.write_page(tmp_path, tmp_path / "gpu.md")
-    text = (tmp_path / "gpu.md").read_text()
-    assert "NVIDIA H200, 16 cores, vLLM 0.32.0, torch ?, CUDA ?, model runner V2." in text
-    assert "without an engine, 1,000 each way: right; 50.0 GB/s out, 25.0 GB/s in." in text
-    assert "| streamed: updated | 30 of 32 | 4.0e-03 | 9.0e-03 | 12 | 9,600 | 4,800 |" in text
-    assert "| streamed: updated | 30 of 32 | 4.0e-03 | 9.0e-03 | 12 |  |  |" in text
-    assert (
-        "| crawls, one user | streaming | 20 | 100 | 100 | 200 | 200 | 4100 | 4000 | 4200 | 4300 | 50 | 3.0 |" in text
-    )
-    assert "| crawls, 60 % busy, 1.50/s | no-streaming | 20 | 100 |  | 200 |  | 4100 |  | 4200 |  | 50 | 3.0 |" in text
-    assert text.count("Not measured.") == 4
 
 
 def test_a_part_that_fails_is_told_and_run_again_and_one_that_is_done_is_kept(

@@ -1,23 +1,21 @@
 """From the results of cells to a report."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.tests.made import made_result
-from streamrag.engine.costs.profile_files import load_profile
 from streamrag_bench.report.comparison import Pool
 from streamrag_bench.store import CellStore
 from streamrag_bench.summary import digest, percentile
 from studies.paper import effects, report, ways
 from studies.paper.pictures import Pictures
-from studies.paper.plan import FULL, SHORT, make_plan
-from studies.paper.points import BEATEN, LIGHT, LOADED, OVERLOAD, TWICE_FULL, more_of
+from studies.paper.plan import SHORT, make_plan
+from studies.paper.points import BEATEN, HELD_OUT, LIGHT, LOADED, OVERLOAD, TWICE_FULL, more_of
 from studies.paper.results import Results, read
 from studies.paper.run import plan_of, scaled
-from studies.paper.sections import ablations, beat, copying, included, pressure
+from studies.paper.sections import ablations, beat
 from studies.paper.sections.beat import standing
 from studies.paper.sections.section import Report
 from studies.paper.standing import RANKS
@@ -113,7 +111,7 @@ def test_a_report_says_which_cells_are_not_simulated_yet(small: Report) -> None:
 
 def test_a_point_counts_when_all_of_its_seeds_are_there(tmp_path: Path) -> None:
     plan, store = (
-        make_plan(scaled(FULL, 25, 2), [(LOADED[0], ways.OURS), (LOADED[0], ways.FCFS)]),
+        make_plan(scaled(SHORT, 25, 2), [(HELD_OUT[0], ways.OURS), (HELD_OUT[0], ways.FCFS)]),
         CellStore(tmp_path),
     )
     first, second = plan.values()
@@ -121,8 +119,8 @@ def test_a_point_counts_when_all_of_its_seeds_are_there(tmp_path: Path) -> None:
     for cell in (*first, second[0]):
         store.write(made_result(cell))
     found = read(plan, store)
-    assert found.pool(LOADED[0], ways.FCFS) is None
-    pool = found.pool(LOADED[0], ways.OURS)
+    assert found.pool(HELD_OUT[0], ways.FCFS) is None
+    pool = found.pool(HELD_OUT[0], ways.OURS)
     assert pool
     assert pool.seeds == tuple(cell.seed for cell in first)
 
@@ -132,65 +130,6 @@ def test_every_effect_comes_to_a_verdict(small: Report) -> None:
         found = effect.look(small.results)
         assert found is not None, effect.claim
         assert found.figures
-
-
-def test_results_of_other_studies_become_a_table_if_they_are_rows() -> None:
-    rows = [{"k": 1, "p99_s": 0.51234, "all": [1]}, {"k": 2, "p99_s": None, "all": []}]
-    assert included.rows_table(rows).splitlines()[2:] == ["| 1 | 0.512 |", "| 2 | – |"]
-    assert included.rows_table({"not": "rows"}) == ""
-    assert included.rows_table(41 * rows) == ""
-
-
-def test_a_plan_that_takes_too_long_is_named(tmp_path: Path) -> None:
-    assert "not measured" in included.planning(tmp_path)
-    results = tmp_path / "step_cost" / "results.json"
-    results.parent.mkdir()
-    rows = [
-        {
-            "num_requests": num,
-            "load": "all",
-            "policy": "fcfs",
-            "more_us": us,
-            "most_more_us": most,
-            "is_met": us < most,
-        }
-        for num, us, most in ((50, 40.0, 100.0), (500, 610.0, 500.0))
-    ]
-    results.write_text(json.dumps({"date": "2026-12-01", "results": rows}))
-    told = included.planning(tmp_path)
-    assert "met in 1 of 2" in told
-    assert "at worst 610 us with 500. Missed: 500 requests, all, fcfs (610 us)." in told
-    rows[1] |= {"policy": "k_lpm(4)", "way": "a way"}
-    results.write_text(json.dumps({"date": "2026-12-01", "results": rows}))
-    later = included.planning(tmp_path)
-    assert "all, k_lpm(4), a way (610 us: it asks the prefix cache" in later
-    assert later.endswith(". Measured on 2026-12-01.\n")
-
-
-def test_published_costs_of_sorting_stand_beside_ours_as_far_as_there_are_any() -> None:
-    published = "sorting 50 requests takes 15–16 and 12–13 us (FCFS and LCAS; MCPS), and 500 less than 165 us at P99."
-    assert included.sorting_published({}) == f"Published (6.5): {published}\n"
-    few = {"num_requests": 50, "order_p50_us": 7.2, "order_p99_us": 50.0}
-    many = {"num_requests": 500, "order_p50_us": 50.0, "order_p99_us": 422.0}
-    told = included.sorting_published({"results": [few, {**few, "order_p50_us": 18.5}]})
-    assert told.endswith("Ours: 50 take 7–18 us in the median.\n")
-    told = included.sorting_published({"results": [few, many]})
-    assert "500 take 50–50 us in the median and 422–422 us at P99, which is worse than published" in told
-    assert "worse" not in included.sorting_published({"results": [few, {**many, "order_p99_us": 164.0}]})
-
-
-def test_the_k_lpm_section_says_how_many_prompts_it_has() -> None:
-    assert "here it is 600 made ones" in included.k_lpm_published({"shape": {"num_prompts": 600}})
-    assert "here" not in included.k_lpm_published({})
-
-
-def test_the_swapped_share_is_told_also_where_it_is_all_or_nothing(small: Report) -> None:
-    pool = small.results.pool(TWICE_FULL[0], ways.paper("FCFS", "cost"))
-    assert pool
-    swapped = Pool(tuple(replace(d, num_preemptions={"swap": 3, "recompute": 0}) for d in pool.digests))
-    assert pressure._preempted(swapped, can_swap=True) == "3 (100.0% swapped)"
-    assert pressure._preempted(swapped, can_swap=False) == "3"
-    assert pressure._preempted(None, can_swap=True) == "–"
 
 
 def test_lcas_comes_close_behind_if_it_is_neither_much_slower_nor_much_faster(small: Report) -> None:
@@ -208,9 +147,3 @@ def test_lcas_comes_close_behind_if_it_is_neither_much_slower_nor_much_faster(sm
         return found.shows
 
     assert [shows(factor) for factor in (0.7, 0.95, 1.05, 1.2, 1.3)] == [False, True, True, True, False]
-
-
-def test_copying_out_and_back_takes_both_ways() -> None:
-    profile = load_profile(copying.DEVICES["A40"])
-    assert profile.copies
-    assert copying.copy_s(profile.copies, 1_024, 16) == profile.copies.out_s(64) + profile.copies.in_s(64)

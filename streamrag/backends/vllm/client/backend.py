@@ -22,7 +22,7 @@ from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStreams, check_prompt_len, record_of
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.backends.warming import warm_then_generate
-from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
 from streamrag.core.lifecycle import started_once
 from streamrag.errors import BackendError, EngineDeadError, ModelError
 from streamrag.records import KvHeld, KvUse
@@ -160,7 +160,14 @@ class VllmBackend:
         has_cache = config.cache_config.enable_prefix_caching  # without one, no prompt fills a block: nothing is warmed
         self._block_size = config.cache_config.block_size if has_cache else config.model_config.max_model_len
         self.lane_facts = lane_facts(config)
-        self._info = _model_info(self._model_name, tokenizer, config, verifies_drafts=self._answer_ahead)
+        self._info = ModelInfo(
+            self._model_name,
+            tokenizer,
+            config.model_config.max_model_len,
+            shares_processors=config.device_config.device_type == "cpu",
+            verifies_drafts=self._answer_ahead,
+            min_head_len=None if self.lane else config.cache_config.block_size,
+        )
         progress(f"ready in {time.monotonic() - began_s:.0f} s, {_memory(config)}")
 
     async def aclose(self) -> None:
@@ -304,12 +311,6 @@ class VllmBackend:
 
     async def _ask(self, question: Coroutine[Any, Any, T]) -> T:
         return await ask_engine(self._engine, question, self._why_dead)
-
-
-def _model_info(name: str, tokenizer: Tokenizer, config: Any, *, verifies_drafts: bool) -> ModelInfo:
-    is_on_cpu = config.device_config.device_type == "cpu"
-    max_model_len = config.model_config.max_model_len
-    return ModelInfo(name, tokenizer, max_model_len, shares_processors=is_on_cpu, verifies_drafts=verifies_drafts)
 
 
 def _memory(config: Any) -> str:

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
+from streamrag.backends.vllm.client.calls import start_error, vllm_model_errors_translated
 from streamrag.backends.vllm.client.host_memory import without_faulty_host_memory
 from streamrag.backends.vllm.client.log import EngineLog
-from streamrag.backends.vllm.client.vllm_errors import start_error, vllm_model_errors_translated
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.version import INSTALL, check_version
 from streamrag.errors import ConfigurationError, ModelError

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from streamrag.backends.vllm.chunk_wire import KEY, EndOfInput, PromptMessage
 from streamrag.backends.vllm.client.answer_text import AnswerText
-from streamrag.backends.vllm.client.calls import abort_surely, ask_engine
+from streamrag.backends.vllm.client.calls import abort_surely, ask_engine, vllm_errors_translated
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
-from streamrag.backends.vllm.client.vllm_errors import vllm_errors_translated
 from streamrag.core import AnswerChunk, Hint, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError
 from streamrag.records import RequestRecord

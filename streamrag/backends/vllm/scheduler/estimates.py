@@ -44,8 +44,11 @@ class Estimates:
             self.survival.on_answer(request.log.num_accepted)
 
     def on_chunk(self, stream: StreamRequest, update: PromptUpdate) -> None:
-        """Learn from a chunk how its source's chunks come, and set the stream's `is_replaced` and `num_step_tokens`."""
-        if update.num_old:
+        """Learn from a chunk how its source's chunks come, unless it follows a prompt of another source, as a head is.
+        Set the stream's `source_name`, `is_replaced` and `num_step_tokens`."""
+        follows_its_own = update.num_old > 0 and stream.source_name == update.source_name
+        stream.source_name = update.source_name
+        if follows_its_own:
             self.forecast.observe(update.source_name, update.gap_s, update.record.num_shared / update.num_old)
         replaced_every_s = self.forecast.replaced_every_s(stream.source_name)
         stream.is_replaced = replaced_every_s < math.inf

@@ -49,8 +49,8 @@ class Intake:
     def receive(self, request: Request) -> None:
         """Accept a plain request, the first chunk of a stream, a further chunk, or the end of its input.
 
-        A chunk that comes after the end of its stream is ignored. Another problem fails only that request or stream.
-        Nothing is raised, because an exception here would end the engine.
+        A chunk that was under way when its stream failed or was aborted is ignored. Any other problem fails only that
+        request or stream. Nothing is raised, because an exception here would end the engine.
         """
         try:
             message = decode(request.sampling_params.extra_args if request.sampling_params else None)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from streamrag.backends.vllm.scheduler.kv.claims import KvClaims
-from streamrag.backends.vllm.scheduler.kv.eviction import Evictions
+from streamrag.backends.vllm.scheduler.kv.eviction import Evictions, KvClaims
 from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
 from streamrag.backends.vllm.scheduler.outbox import Outbox
 from streamrag.backends.vllm.scheduler.queues import Queues

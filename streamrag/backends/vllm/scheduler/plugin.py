@@ -8,8 +8,7 @@ from vllm.v1.request import Request
 from streamrag.backends.vllm.scheduler.estimates import Estimates
 from streamrag.backends.vllm.scheduler.host_memory.memory import host_memory_of
 from streamrag.backends.vllm.scheduler.intake import Intake
-from streamrag.backends.vllm.scheduler.kv.claims import KvClaims
-from streamrag.backends.vllm.scheduler.kv.eviction import Evictions
+from streamrag.backends.vllm.scheduler.kv.eviction import Evictions, KvClaims
 from streamrag.backends.vllm.scheduler.kv.later_hits import LaterHits, can_look_again
 from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
 from streamrag.backends.vllm.scheduler.outbox import Outbox

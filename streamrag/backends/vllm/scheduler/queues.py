@@ -41,13 +41,13 @@ class Queues:
         stream.status = RequestStatus.WAITING
 
     def resubmit(self, request: StreamRequest) -> None:
-        """Make a running request wait, because its blocks have changed: vLLM then sends the whole request again."""
+        """Make a running request wait, in no queue until `hide_others`: its blocks changed, and vLLM sends it whole."""
         if request.status == RequestStatus.RUNNING:
             self._leave_running(request)
             request.status = RequestStatus.WAITING
 
     def make_idle_if_done(self, stream: StreamRequest) -> None:
-        """Move a partial prompt that is computed, with no step in flight, to `idle`, and acknowledge its chunks."""
+        """Move a partial prompt that is computed, with no step in flight but stale ones, to `idle`; acknowledge it."""
         if stream.is_complete or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
             return
         if stream.num_in_flight_tokens > stream.num_stale_output_tokens:
@@ -92,18 +92,18 @@ class Queues:
 
     def hide_others(
         self,
-        running: list[StreamRequest],
+        decoding: Sequence[StreamRequest],
         granted: Sequence[StreamRequest],
         order: Iterable[RequestView],
-        waiting: list[StreamRequest],
+        blocked: Sequence[StreamRequest],
     ) -> tuple[list[StreamRequest], list[StreamRequest]]:
-        """Leave only what may run in vLLM's queues: `running` and the granted requests. Both lists given are extended.
+        """Leave only what may run in vLLM's queues: `decoding` and the granted requests.
 
-        Return the running and the waiting requests that were removed: the rest of `order`, and `waiting`. If slots are
+        Return the running and the waiting requests that were removed: the rest of `order`, and `blocked`. If slots are
         short, some of the running ones are made waiting.
         """
         scheduler, running_status = self.scheduler, RequestStatus.RUNNING  # locals: hundreds of requests may wait
-        starting: list[StreamRequest] = []
+        running, starting, waiting = [*decoding], list[StreamRequest](), [*blocked]
         for request in granted:
             (running if request.status is running_status else starting).append(request)
         granted_ids, requests = {request.request_id for request in granted}, scheduler.requests

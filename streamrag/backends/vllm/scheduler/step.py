@@ -9,8 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from streamrag.backends.vllm.scheduler.estimates import Estimates
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
-from streamrag.backends.vllm.scheduler.kv.claims import KvClaims
-from streamrag.backends.vllm.scheduler.kv.eviction import Evictions
+from streamrag.backends.vllm.scheduler.kv.eviction import Evictions, KvClaims
 from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
 from streamrag.backends.vllm.scheduler.queues import Queues
 from streamrag.backends.vllm.scheduler.request import StreamRequest

@@ -70,13 +70,14 @@ class Bench:
         is_complete: bool = False,
         max_tokens: int = 2,
         request_class: RequestClass = "pool",
+        source_name: str = "",
         structured_outputs: StructuredOutputsParams | None = None,
         draft: Sequence[int] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> None:
         index = self._num_messages[name] = self._num_messages.get(name, -1) + 1
         message = PromptMessage(
-            index, kept, is_complete, self.engine.now_s, request_class=request_class, draft=list(draft)
+            index, kept, is_complete, self.engine.now_s, None, source_name, request_class, draft=list(draft)
         )
         params = SamplingParams(
             max_tokens=max_tokens,

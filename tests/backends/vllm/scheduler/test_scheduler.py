@@ -279,6 +279,31 @@ def test_a_prompt_whose_source_soon_replaces_it_takes_the_shortest_steps(bench: 
     assert b.scheduler.requests["partial"].num_computed_tokens == 39  # sqrt(2 x 64 tokens x 0.04 s x 300 tokens / s)
 
 
+def test_the_head_of_a_prompt_is_not_held_for_one_that_its_source_replaces(bench: Make) -> None:
+    b = bench(max_num_batched_tokens=512, num_blocks=400, max_model_len=1_000)
+    b.plain("measured", 300)  # a second a step
+    b.run()
+    b.scheduler.plugin.estimates.forecast.observe("search", gap_s=0.02, kept_share=0.5)
+    b.chunk("query", list(range(400, 800)))  # its head, which is of no source
+    b.step()
+    assert b.scheduler.requests["query"].num_computed_tokens == 128
+    b.chunk("query", list(range(800, 900)), kept=400, source_name="search")
+    b.step()
+    assert b.scheduler.requests["query"].num_computed_tokens == 128 + 34  # the speed is that of both steps
+
+
+def test_a_source_is_not_known_by_the_head_that_its_first_chunk_follows(bench: Make) -> None:
+    b = bench()
+    forecast = b.scheduler.plugin.estimates.forecast
+    b.chunk("query", list(range(20)))
+    b.engine.now_s += 5.0
+    b.chunk("query", list(range(100, 140)), kept=20, source_name="search")
+    b.run()
+    assert not forecast._habits, "neither how soon it found something, nor that this left the head as it was"
+    b.chunk("query", list(range(200, 240)), kept=20, source_name="search")
+    assert forecast.replaced_every_s("search") < 10.0
+
+
 def long_steps_seldom() -> StepCostEstimator:
     """Return sizes that say a step of 256 tokens is best."""
     sizes = StepCostEstimator()

@@ -9,6 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from streamrag.engine.step_size import StepCosts
 from tests.engine.oracle import V1OracleRunner
 
 Make = Callable[..., Any]
@@ -130,6 +131,20 @@ def test_a_request_that_is_looked_up_takes_nothing_from_those_behind_it(bench: M
         b.engine.abort(f"slow{i}")
     b.run()
     assert b.tokens("ready") == b.fresh_answer(list(range(16)))
+
+
+def test_a_step_that_is_short_on_purpose_gives_nothing_to_prompts_behind_its_grants(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = connected(bench, streamrag={"policy": "fcfs"})
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (0, False)
+    b.plain("ready", 28)
+    b.step()
+    b.plain("next", 40, first=100)  # it would delay the first token of the other by more than it saves
+    costs = StepCosts(overhead=1, arrivals_per_token=0.0)
+    monkeypatch.setattr(b.scheduler.plugin.estimates.step_costs, "at", lambda now_s: costs)
+    b.step()
+    assert [b.scheduler.requests[name].num_computed_tokens for name in ("ready", "next")] == [28, 0]
 
 
 def test_a_request_that_is_looked_up_takes_nothing_from_running_ones(bench: Make) -> None:

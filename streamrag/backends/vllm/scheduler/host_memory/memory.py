@@ -14,9 +14,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
-from streamrag.backends.vllm.scheduler.host_memory.costs import HostCosts, Match
+from streamrag.backends.vllm.scheduler.host_memory.costs import HostCosts, Match, parts_of
 from streamrag.backends.vllm.scheduler.host_memory.loads import LoadsInFlight, Suspects
-from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.backends.vllm.scheduler.request import PromptUpdate, StreamRequest
 from streamrag.engine.costs.price import Price
 from streamrag.engine.host_pool import HostPool

@@ -1,0 +1,1 @@
+"""The public benchmark: its results, and the statistics that its loads are drawn from."""

@@ -1,1 +1,0 @@
-"""Routers compared on simulated replicas, in virtual time. `python -m studies.routing.run --help`."""

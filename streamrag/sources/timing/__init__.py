@@ -1,1 +1,0 @@
-"""A source that sends the events of another source later."""
