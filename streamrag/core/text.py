@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 from unicodedata import category, normalize
 
 MAX_LEVEL = 6  # of headings; below them are the terms of definition lists
+MAX_HEADING_CHARS = 200
 MAX_WORD_CHARS = 100
 """Most characters of a term. Stemmers cache words, and a page may be one word of a megabyte."""
 
@@ -92,14 +93,12 @@ class TextPassage:
 
 
 class PassageSize(NamedTuple):
-    """How long passages are, without their headings, and what counts their length."""
+    """How long passages are, without the headings above them, and what counts their length."""
 
+    least: int = 0  # a shorter one goes on behind the next heading
     enough: int = 600  # a passage ends once it is this long: about what a question needs, with its context
     most: int = 2000
     count: Callable[[str], int] = len
-
-
-SHORT, OF_HEADINGS = PassageSize(), PassageSize(most=200)
 
 
 class _Block(NamedTuple):
@@ -108,57 +107,75 @@ class _Block(NamedTuple):
     """Level of a heading, over `MAX_LEVEL` of a term in a definition list; 0 of any other block."""
 
 
-def split_markdown(markdown: str, size: PassageSize = SHORT) -> list[TextPassage]:
-    """Split a page at headings, and after blocks that are `size.enough`, unless the last introduces the next one.
-
-    A heading without text of its own is text, and so is the rest of one that is too long to be repeated. The terms of
-    one definition are one heading.
-    """
+def split_markdown(markdown: str, size: PassageSize = PassageSize()) -> list[TextPassage]:  # noqa: B008 (immutable)
+    """Split a page at headings, and after blocks that are `size.enough`, unless the last introduces the next one."""
     passages: list[TextPassage] = []
-    path: list[_Block] = []
+    above: tuple[str, ...] = ()
     blocks: list[str] = []
-    length = 0  # of `blocks`, which are the next passage
+    length = 0  # of `blocks`, which are the next passage below `above`
 
     def close() -> None:
-        nonlocal length
-        if blocks:
-            headings = tuple(f"{'#' * heading.level} {heading.text}" for heading in path)
-            passages.append(TextPassage(headings, tuple(blocks)))
-        blocks.clear()
-        length = 0
+        nonlocal blocks, length
+        passages.extend([TextPassage(above, tuple(blocks))] if blocks else [])
+        blocks, length = [], 0
 
-    def add(text: str) -> None:
-        nonlocal length
-        for piece in _pieces(text, size):
+    for headings, num_known, texts in _sections(_blocks(markdown.splitlines())):
+        pieces = [piece for text in texts for piece in _pieces(text, size)]
+        if blocks and length < size.least and length + size.count(pieces[0]) <= size.most:
+            blocks += [heading_path(headings[num_known:])] if num_known < len(headings) else []
+        else:
+            close()
+        for piece in pieces:
             num_new = size.count(piece)
             if length + num_new > size.most or (length >= size.enough and not blocks[-1].endswith(":")):
                 close()
+            above = above if blocks else headings
             if text := piece.strip("\n").rstrip():
                 blocks.append(text)
                 length += num_new
+    close()
+    return passages
 
-    has_text = True  # whether the last heading has any
-    for block in (*_blocks(markdown.splitlines()), _Block("", level=1)):
+
+def first_heading(markdown: str) -> str:
+    """Return the text of the first heading, or ""."""
+    return next((block.text for block in _blocks(markdown.splitlines()) if block.level), "")
+
+
+def heading_path(headings: Iterable[str]) -> str:
+    """Return headings on one line, without their signs."""
+    return " > ".join(heading.lstrip("#").lstrip() for heading in headings)
+
+
+def _sections(blocks: Iterable[_Block]) -> Iterator[tuple[tuple[str, ...], int, list[str]]]:
+    """Yield for each section the headings above, how many of them are above an earlier section too, and its texts.
+
+    A heading that is too long to be repeated is text, and so is one without text of its own. The terms of one
+    definition are one heading.
+    """
+    path: list[_Block] = []
+    num_known = 0
+    texts: list[str] = []
+    for block in (*blocks, _Block("", level=1)):
         if not block.level:
-            add(block.text)
-            has_text = True
+            texts.append(block.text)
             continue
-        close()
-        if not has_text and path[-1].level >= block.level:
+        if not texts and num_known < len(path) and path[-1].level >= block.level:
             last = path.pop()
             terms = f"{last.text}, {block.text}"
-            if block.text and last.level == block.level > MAX_LEVEL and len(terms) <= OF_HEADINGS.most:
+            if block.text and last.level == block.level > MAX_LEVEL and len(terms) <= MAX_HEADING_CHARS:
                 block = _Block(terms, block.level)
             else:
-                add(last.text)
-                close()
+                texts.append(last.text)
+        if texts:
+            yield tuple(f"{'#' * heading.level} {heading.text}" for heading in path), num_known, texts
+            texts, num_known = [], len(path)
         path = [outer for outer in path if outer.level < block.level]
-        heading, *rest = _pieces(block.text, OF_HEADINGS)
-        path += [_Block(heading, block.level)] if heading else []
-        has_text = not heading or bool(rest)
-        for piece in rest:
-            add(piece)
-    return passages
+        num_known = min(num_known, len(path))
+        if len(block.text) > MAX_HEADING_CHARS:
+            texts.append(block.text)
+        elif block.text:
+            path.append(block)
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[_Block]:

@@ -248,7 +248,7 @@ def test_passages_repeat_the_path_of_headings_above_them() -> None:
 
 def test_headings_of_the_title_and_endless_ones_are_not_repeated_whole() -> None:
     page = f"# Manual\n## {'x' * 300}\n\n{words(90)}\n\n{words(60)}"
-    assert split(page, 100, "The Manual of streamrag")[-1] == f"{'x' * 200}\n\n{words(60)}"
+    assert split(page, 100, "The Manual of streamrag")[-1] == words(60)
     deep = "\n".join(f"{'#' * level} h{level}" for level in range(1, 13))
     assert split(f"{deep}\n\n{words(60)}", 100) == [f"h7 > h8 > h9 > h10 > h11 > h12\n\n{words(60)}"]
 

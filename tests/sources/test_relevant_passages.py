@@ -4,7 +4,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from streamrag.core.text import SHORT, PassageSize, TextPassage, relevant_terms, split_markdown, terms
+from streamrag.core.text import PassageSize, TextPassage, relevant_terms, split_markdown, terms
 from streamrag.sources.pages.relevant_passages import MAX_STEMS, assemble, relevant_stems, select
 
 
@@ -56,14 +56,26 @@ def test_unclosed_or_empty_markdown_is_split_without_trouble() -> None:
 def test_a_block_that_is_too_long_is_cut_between_words() -> None:
     page = " ".join(["word"] * 2000) + "\n" + "x" * 5000
     blocks = [block for passage in split_markdown(page) for block in passage.blocks]
-    assert all(len(block) <= SHORT.most for block in blocks)
+    assert all(len(block) <= PassageSize().most for block in blocks)
     assert "".join("".join(blocks).split()) == "".join(page.split())
     assert blocks[0].endswith("word")
 
 
-def test_the_rest_of_a_heading_that_is_too_long_is_text() -> None:
-    [passage] = split_markdown("# " + "x" * 350 + "\n\ntext")
-    assert (passage.headings, passage.blocks) == (("# " + "x" * 200,), ("x" * 150, "text"))
+def test_a_heading_that_is_too_long_to_be_repeated_is_text() -> None:
+    passages = split_markdown("# Top\n## Short\na\n## " + "x" * 350 + "\n\ntext")
+    assert [(passage.headings, passage.blocks) for passage in passages] == [
+        (("# Top", "## Short"), ("a",)),
+        (("# Top",), ("x" * 350, "text")),
+    ]
+
+
+def test_a_short_passage_goes_on_behind_the_next_heading() -> None:
+    page = "# Top\n## One\na\n## Two\n### Three\nb\n\n" + "c" * 30 + "\n## Four\n" + "d" * 50
+    passages = split_markdown(page, PassageSize(least=10, enough=40, most=60))
+    assert [(passage.headings, passage.blocks) for passage in passages] == [
+        (("# Top", "## One"), ("a", "Two > Three", "b", "c" * 30)),
+        (("# Top", "## Four"), ("d" * 50,)),
+    ]
 
 
 def test_a_heading_without_text_of_its_own_is_text() -> None:
@@ -106,14 +118,14 @@ After the list."""
     "text", ["word " * 1000, "word. " * 500, "line\n" * 1000, "漢" * 1000, "x" * 5000, "a b\n" * 99]
 )
 def test_no_word_is_lost_and_no_passage_is_too_long(text: str) -> None:
-    passages = split_markdown(text, PassageSize(100, 100))
+    passages = split_markdown(text, PassageSize(enough=100, most=100))
     assert "".join("".join("".join(passage.blocks) for passage in passages).split()) == "".join(text.split())
     assert all(len(block) <= 100 for passage in passages for block in passage.blocks)
     assert len(passages) <= 2 * len(text) // 100 + 1
 
 
 def test_a_long_paragraph_breaks_after_sentences() -> None:
-    passages = split_markdown("This sentence has six words. " * 30, PassageSize(150, 150))
+    passages = split_markdown("This sentence has six words. " * 30, PassageSize(enough=150, most=150))
     assert all(passage.blocks[-1].endswith("words.") for passage in passages)
 
 

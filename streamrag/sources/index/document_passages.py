@@ -5,15 +5,13 @@ folder ──find_documents──▶ paths ──read_documents──▶ Documen
 
 import os
 import re
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, dropwhile, zip_longest
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
-from streamrag.core.text import PassageSize, TextPassage, split_markdown
+from streamrag.core.text import PassageSize, first_heading, heading_path, split_markdown
 from streamrag.errors import ConfigurationError, require_modules
 from streamrag.sources.documents.charsets import marked_encoding
 from streamrag.sources.documents.reader import NEEDED, Content, Read, UnreadableError
@@ -166,10 +164,16 @@ def split_content(content: Content, passage_words: int) -> tuple[str, list[str]]
     Each passage begins with the headings above it that the title does not contain. Passages do not overlap: overlapping
     neighbours would compete for the k nearest, and be prefilled twice.
     """
-    size = PassageSize(passage_words, passage_words, count_words)
+    size = PassageSize(passage_words // 3, passage_words, passage_words, count_words)
+    title = content.title or first_heading(content.text)
     passages = split_markdown(content.text, size)
-    title = content.title or next((_plain(passage.headings[0]) for passage in passages if passage.headings), "")
-    return title, [_text_of(passage, title) for passage in _join(passages, size)]
+    return title, ["\n\n".join((*_repeated(passage.headings, title), *passage.blocks)) for passage in passages]
+
+
+def _repeated(headings: Sequence[str], title: str) -> list[str]:
+    """Return the line of the innermost headings that a document's title does not have, if there are any."""
+    repeated = [heading for heading in headings if heading_path([heading]) not in title][-MAX_HEADINGS:]
+    return [heading_path(repeated)] if repeated else []
 
 
 def count_words(text: str) -> int:
@@ -179,37 +183,3 @@ def count_words(text: str) -> int:
     8
     """
     return sum(1 for _ in WORD.finditer(text))
-
-
-def _join(passages: Iterable[TextPassage], size: PassageSize) -> Iterator[TextPassage]:
-    """Yield the passages, each that is shorter than a third of `size` filled up with the first blocks of the next.
-
-    The headings of those blocks that the passage does not have become a block.
-    """
-    held = TextPassage((), ())
-    length = 0
-    for passage in passages:
-        ends = [*accumulate(map(size.count, passage.blocks), initial=length)]
-        num_fitting = bisect_right(ends, size.most) - 1 if length * 3 < size.most else 0
-        if held.blocks and num_fitting:
-            pairs = zip_longest(held.headings, passage.headings)
-            new = [_plain(heading) for _, heading in dropwhile(lambda pair: pair[0] == pair[1], pairs) if heading]
-            blocks = (*held.blocks, " > ".join(new), *passage.blocks[:num_fitting])
-            held, length = TextPassage(held.headings, tuple(filter(None, blocks))), ends[num_fitting]
-            passage = TextPassage(passage.headings, passage.blocks[num_fitting:])
-        if passage.blocks:
-            if held.blocks:
-                yield held
-            held, length = passage, sum(map(size.count, passage.blocks))
-    if held.blocks:
-        yield held
-
-
-def _text_of(passage: TextPassage, title: str) -> str:
-    """Return a passage behind the innermost headings above it, without those that its document's title has."""
-    headings = [heading for heading in map(_plain, passage.headings) if heading not in title]
-    return "\n\n".join(filter(None, (" > ".join(headings[-MAX_HEADINGS:]), *passage.blocks)))
-
-
-def _plain(heading: str) -> str:
-    return heading.lstrip("#").lstrip()
