@@ -159,6 +159,19 @@ def test_running_out_of_memory_in_the_extractor_is_not_hidden(monkeypatch: pytes
         prune(URL, news())
 
 
+def test_variation_selectors_in_a_page_are_kept_and_choose_no_other_article() -> None:
+    variants = "The name is spelled 葛\U000e0100 \U000e01ef\U000e01efand 葛\U000e0101"
+    found = words(news(f"<p>{PARAGRAPHS[0]} {variants}</p>"))
+    assert f"{PARAGRAPHS[0]} {variants}" in found
+    assert found.count(PARAGRAPHS[0]) == 2
+    assert "newsletter" not in found
+
+
+def test_a_repeated_sentence_beside_the_article_is_not_content() -> None:
+    page = news().replace(TEASERS, f"{TEASERS}<li class='teaser'><a href='/x'>{PARAGRAPHS[0]}</a></li>")
+    assert words(page).count(PARAGRAPHS[0]) == 1
+
+
 def test_a_page_in_chinese_is_kept_without_its_menu() -> None:
     paragraph = "企鹅的数量在过去的一年里增加了三分之一，研究人员在星期二说，他们沿着海岸走了六个星期，数了每一个巢穴。"
     article = "".join(f"<p>第{i}段：{paragraph}</p>" for i in "一二三四五六七八")

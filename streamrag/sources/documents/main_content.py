@@ -1,13 +1,13 @@
 """Choice of a page's main content, without the menus, teasers and notices around it.
 
 A page with code is technical: its `article` or `main` is taken whole, as extractors made for articles lose code and
-definitions. So is that of a table of contents, which they take for a menu. In other pages trafilatura chooses, and the
-chosen text is found again in the page, because trafilatura's own output changes the white space of code and the levels
-of headings. Takes linear time, but for trafilatura.
+definitions. So is that of a table of contents, which they take for a menu. In other pages trafilatura chooses among
+blocks that we mark, because its own output changes the white space of code and the levels of headings. Takes linear
+time, but for trafilatura.
 """
 
+import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import trafilatura
@@ -20,10 +20,10 @@ CODE = ("pre", "code", "kbd", "samp", "tt")
 
 MIN_EXTRACTED_CHARS = 250  # of an extraction; a shorter one may be a notice, as trafilatura assumes too
 MAX_EXTRACTED_ELEMENTS = 10_000  # of a page; trafilatura takes seconds for more, and is made for articles
-RUN = 3  # words of the runs by which text is found again; with 2, teasers share too many with the article
-MIN_SHARE_OF_RUNS = 0.7  # of a block's runs; chosen on one half of the news pages, the same on the other
 MIN_SHARE_OF_LINKS = 0.55  # of the text of a table of contents; at most 0.49 on the news pages, 0.6 and more on those
-MIN_SHARE_OF_ELEMENT = 0.75  # of the words of an element around the content, for the whole element to be content
+MIN_SHARE_OF_ELEMENT = 0.75  # of the text of an element around the content, for the whole element to be content
+SELECTOR = "[\U000e0100-\U000e01ef]"  # a variation selector: printable, no letter, and never beside another one
+MARK = re.compile(SELECTOR * 2)
 
 BLOCKS = {
     *("address", "article", "aside", "blockquote", "body", "caption", "dd", "details", "div", "dl", "dt", "fieldset"),
@@ -39,7 +39,10 @@ class _Block(NamedTuple):
     element: Any
     places: list[tuple[Any, str]]
     """Elements and their attribute, "text" or "tail", with a part of the text each."""
-    words: list[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(getattr(element, place) for element, place in self.places)
 
 
 def keep_main_content(document: Any) -> None:
@@ -56,16 +59,10 @@ def keep_main_content(document: Any) -> None:
         body.text = root.tail = None
         body[:] = [root]
         return
-    text = _extract(document)
-    if len(text) < MIN_EXTRACTED_CHARS:
-        return
     blocks = _blocks(body)
-    chosen = _find(blocks, text, is_technical)
-    if is_technical:
-        chosen = _widen(blocks, chosen)
-    if chosen:
-        title = words(document.findtext("head/title") or "")
-        _keep(body, blocks, chosen | _page_heading(blocks, min(chosen), title))
+    if chosen := _choose(document, blocks):
+        _mind_heading(blocks, chosen, document.findtext("head/title") or "")
+        _keep(body, blocks, _widen(blocks, chosen) if is_technical else chosen)
 
 
 def _count(root: Any, tags: Iterable[str]) -> int:
@@ -107,28 +104,14 @@ def _only(root: Any, tag: str) -> Any:
     return elements[0] if len(elements) == 1 else None
 
 
-def _extract(document: Any) -> str:
-    """Return the text that trafilatura chooses, or "" if the page is too large for it, or makes it fail."""
-    if _count(document, ()) > MAX_EXTRACTED_ELEMENTS:
-        return ""
-    try:
-        return trafilatura.extract(document, fast=True, favor_recall=True, include_comments=False) or ""
-    except MemoryError:
-        raise
-    except Exception:  # of a library that gets a hostile page; the page without a choice is good enough
-        return ""
-
-
 def _blocks(body: Any) -> list[_Block]:
-    """Return the blocks with words, ordered by their beginnings."""
+    """Return the blocks, ordered by their beginnings."""
     blocks: dict[Any, _Block] = {}
     innermost: dict[Any, Any] = {}
 
     def add(block: Any, element: Any, place: str) -> None:
-        if text := getattr(element, place):
-            found = blocks.setdefault(block, _Block(block, [], []))
-            found.places.append((element, place))
-            found.words.extend(words(text))
+        if (getattr(element, place) or "").strip():
+            blocks.setdefault(block, _Block(block, [])).places.append((element, place))
 
     for event, element in etree.iterwalk(body, events=("start", "end")):
         if event == "start":
@@ -137,59 +120,55 @@ def _blocks(body: Any) -> list[_Block]:
             add(innermost[element], element, "text")
         elif element is not body:
             add(innermost[element.getparent()], element, "tail")
-    return [block for block in blocks.values() if block.words]
+    return list(blocks.values())
 
 
-def _runs(of: Sequence[str]) -> list[int]:
-    """Return a number for each run of `RUN` words, or of all if there are fewer; equal runs have equal numbers."""
-    return [hash(tuple(of[i : i + RUN])) for i in range(max(1, len(of) - RUN + 1))]
+def _choose(document: Any, blocks: Sequence[_Block]) -> set[int]:
+    """Return the numbers of the blocks that trafilatura chooses, and of all listings.
 
-
-def _find(blocks: Sequence[_Block], text: str, is_technical: bool) -> set[int]:
-    """Return the numbers of the blocks whose words are in `text`, and of the listings of a technical page.
-
-    Blocks of fewer than `RUN` words, such as cells of tables, are taken only between others, and terms with their
-    definitions.
+    Return no number if the page is too large for trafilatura, makes it fail, or if trafilatura chooses little.
     """
-    known = words(text)
-    runs, pairs, singles = set(_runs(known)), set(pairwise(known)), set(known)
-    chosen, short = set(), []
-    for number, block in enumerate(blocks):
-        if is_technical and (block.element.tag == "pre" or next(block.element.iterancestors("pre"), None) is not None):
-            chosen.add(number)
-        elif len(block.words) < RUN:
-            if tuple(block.words) in pairs or (len(block.words) == 1 and block.words[0] in singles):
-                short.append(number)
-        else:
-            own = _runs(block.words)
-            if sum(run in runs for run in own) >= MIN_SHARE_OF_RUNS * len(own):
-                chosen.add(number)
-    if chosen:
-        chosen.update(number for number in short if min(chosen) < number < max(chosen))
-    for number in reversed(range(len(blocks) - 1)):
-        if blocks[number].element.tag == "dt" and number + 1 in chosen:
-            chosen.add(number)
-    return chosen
+    if _count(document, ()) > MAX_EXTRACTED_ELEMENTS:
+        return set()
+    marks = {f"{chr(0xE0100 + number // 240)}{chr(0xE0100 + number % 240)}": number for number in range(len(blocks))}
+    originals = [(*block.places[-1], getattr(*block.places[-1])) for block in blocks]
+    for (element, place, text), mark in zip(originals, marks, strict=True):
+        setattr(element, place, re.sub(SELECTOR, "", text) + mark)
+    try:
+        text = trafilatura.extract(document, fast=True, favor_recall=True, include_comments=False) or ""
+    except MemoryError:
+        raise
+    except Exception:  # of a library that gets a hostile page; the page without a choice is good enough
+        return set()
+    finally:
+        for element, place, original in originals:
+            setattr(element, place, original)
+    if len(MARK.sub("", text)) < MIN_EXTRACTED_CHARS:
+        return set()
+    listings = {number for number, block in enumerate(blocks) if block.element.xpath("ancestor-or-self::pre")}
+    return listings.union(marks[mark] for mark in MARK.findall(text) if mark in marks)
 
 
-def _page_heading(blocks: Sequence[_Block], first: int, title: Sequence[str]) -> set[int]:
-    """Return the number of the last main heading before block `first`, unless all of its words are in the title.
+def _mind_heading(blocks: Sequence[_Block], chosen: set[int], title: str) -> None:
+    """Choose the last main heading up to the first chosen block, if not all of its words are in the title.
 
-    Extractors take such a heading for the title and leave it out.
+    Extractors take such a heading for the title, and leave it out or not.
     """
-    headings = [number for number in range(first) if blocks[number].element.tag == "h1"][-1:]
-    return {number for number in headings if not set(blocks[number].words) <= set(title)}
+    headings = {number for number in range(min(chosen) + 1) if blocks[number].element.tag == "h1"}
+    for number in sorted(headings)[-1:]:
+        if not set(words(blocks[number].text)) <= set(words(title)):
+            chosen.add(number)
+        elif len(chosen) > 1:
+            chosen.discard(number)
 
 
 def _widen(blocks: Sequence[_Block], chosen: set[int]) -> set[int]:
     """Return `chosen` with all blocks in between, or in the smallest element around it if most of that is chosen."""
-    if not chosen:
-        return chosen
     paths = [_path(blocks[number].element) for number in (min(chosen), max(chosen))]
     around = [first for first, last in zip(*paths, strict=False) if first is last][-1]
     elements = set(around.iter())
     inside = {number for number, block in enumerate(blocks) if block.element in elements}
-    if _num_words(blocks, inside & chosen) >= MIN_SHARE_OF_ELEMENT * _num_words(blocks, inside):
+    if _num_chars(blocks, inside & chosen) >= MIN_SHARE_OF_ELEMENT * _num_chars(blocks, inside):
         return inside
     return set(range(min(chosen), max(chosen) + 1))
 
@@ -198,8 +177,8 @@ def _path(element: Any) -> list[Any]:
     return [*reversed(list(element.iterancestors())), element]
 
 
-def _num_words(blocks: Sequence[_Block], numbers: Iterable[int]) -> int:
-    return sum(len(blocks[number].words) for number in numbers)
+def _num_chars(blocks: Sequence[_Block], numbers: Iterable[int]) -> int:
+    return sum(len(blocks[number].text) for number in numbers)
 
 
 def _keep(body: Any, blocks: Sequence[_Block], chosen: set[int]) -> None:
