@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 from unicodedata import category, normalize
 
 MAX_LEVEL = 6  # of headings; below them are the terms of definition lists
@@ -25,8 +25,8 @@ HEADING_END = "".join(filter(str.isspace, map(chr, range(0x3001)))) + "¶"
 
 FENCE = re.compile(r"\s*(```|~~~)")
 RULE = re.compile(r"\s*([*_-]\s*){3,}")
-BREAKS = (re.compile(r"(?<=\n)"), re.compile(r"(?<=[.!?…])(?=\s)|(?<=[。！？])"), re.compile(r"(?<=\s)(?=\S)"))
-"""Places to break a block that is too long, best first: after lines, after sentences, after words."""
+BREAKS = tuple(map(re.compile, (r"(?<=\n)", r"(?<=[.!?…])(?=\s)|(?<=[。！？])", r"(?<=\s)(?=\S)", r"(?s:(?<=.))")))
+"""Places to break a block that is too long, best first: after lines, sentences, words, characters."""
 
 CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\U00020000-\U0003ffff"
 UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
@@ -92,23 +92,14 @@ class TextPassage:
         return sum(len(block) + 2 for block in (*self.blocks, *self.headings[-1:]))
 
 
-class PassageSize(NamedTuple):
-    """How long passages are, without the headings above them, and what counts their length."""
+def split_markdown(
+    markdown: str, *, least: int = 0, enough: int = 600, most: int = 2000, count: Callable[[str], int] = len
+) -> list[TextPassage]:
+    """Split a page at headings and between blocks into passages of which `count` is at most `most`, without headings.
 
-    least: int = 0  # a shorter one goes on behind the next heading
-    enough: int = 600  # a passage ends once it is this long: about what a question needs, with its context
-    most: int = 2000
-    count: Callable[[str], int] = len
-
-
-class _Block(NamedTuple):
-    text: str
-    level: int = 0
-    """Level of a heading, over `MAX_LEVEL` of a term in a definition list; 0 of any other block."""
-
-
-def split_markdown(markdown: str, size: PassageSize = PassageSize()) -> list[TextPassage]:  # noqa: B008 (immutable)
-    """Split a page at headings, and after blocks that are `size.enough`, unless the last introduces the next one."""
+    A passage shorter than `least` goes on behind the next heading. One of `enough`, about what a question needs with
+    its context, ends unless its last block introduces the next one.
+    """
     passages: list[TextPassage] = []
     above: tuple[str, ...] = ()
     blocks: list[str] = []
@@ -120,26 +111,20 @@ def split_markdown(markdown: str, size: PassageSize = PassageSize()) -> list[Tex
         blocks, length = [], 0
 
     for headings, num_known, texts in _sections(_blocks(markdown.splitlines())):
-        pieces = [piece for text in texts for piece in _pieces(text, size)]
-        if blocks and length < size.least and length + size.count(pieces[0]) <= size.most:
+        pieces = [piece for text in texts for piece in _pieces(text, most, count)]
+        if blocks and length < least and length + count(pieces[0]) <= most:
             blocks += [heading_path(headings[num_known:])] if num_known < len(headings) else []
         else:
             close()
         for piece in pieces:
-            num_new = size.count(piece)
-            if length + num_new > size.most or (length >= size.enough and not blocks[-1].endswith(":")):
+            num_new = count(piece)
+            if length + num_new > most or (length >= enough and not blocks[-1].endswith(":")):
                 close()
             above = above if blocks else headings
-            if text := piece.strip("\n").rstrip():
-                blocks.append(text)
-                length += num_new
+            blocks += [text] if (text := piece.strip("\n").rstrip()) else []
+            length += num_new
     close()
     return passages
-
-
-def first_heading(markdown: str) -> str:
-    """Return the text of the first heading, or ""."""
-    return next((block.text for block in _blocks(markdown.splitlines()) if block.level), "")
 
 
 def heading_path(headings: Iterable[str]) -> str:
@@ -147,90 +132,68 @@ def heading_path(headings: Iterable[str]) -> str:
     return " > ".join(heading.lstrip("#").lstrip() for heading in headings)
 
 
-def _sections(blocks: Iterable[_Block]) -> Iterator[tuple[tuple[str, ...], int, list[str]]]:
+def _sections(blocks: Iterable[tuple[int, str]]) -> Iterator[tuple[tuple[str, ...], int, list[str]]]:
     """Yield for each section the headings above, how many of them are above an earlier section too, and its texts.
 
-    A heading that is too long to be repeated is text, and so is one without text of its own. The terms of one
-    definition are one heading.
+    A heading that is too long to be repeated is text, and so is one without text of its own.
     """
-    path: list[_Block] = []
+    path: list[tuple[int, str]] = []
     num_known = 0
     texts: list[str] = []
-    for block in (*blocks, _Block("", level=1)):
-        if not block.level:
-            texts.append(block.text)
+    for level, text in (*blocks, (1, "")):
+        if not level:
+            texts += [] if is_blank(text) or RULE.fullmatch(text) else [text]
             continue
-        if not texts and num_known < len(path) and path[-1].level >= block.level:
-            last = path.pop()
-            terms = f"{last.text}, {block.text}"
-            if block.text and last.level == block.level > MAX_LEVEL and len(terms) <= MAX_HEADING_CHARS:
-                block = _Block(terms, block.level)
-            else:
-                texts.append(last.text)
+        if not texts and num_known < len(path) and path[-1][0] >= level:
+            texts.append(path.pop()[1])
         if texts:
-            yield tuple(f"{'#' * heading.level} {heading.text}" for heading in path), num_known, texts
+            yield tuple(f"{'#' * above} {heading}" for above, heading in path), num_known, texts
             texts, num_known = [], len(path)
-        path = [outer for outer in path if outer.level < block.level]
+        path = [outer for outer in path if outer[0] < level]
         num_known = min(num_known, len(path))
-        if len(block.text) > MAX_HEADING_CHARS:
-            texts.append(block.text)
-        elif block.text:
-            path.append(block)
+        if len(text) > MAX_HEADING_CHARS:
+            texts.append(text)
+        elif text:
+            path.append((level, text))
 
 
-def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
-    """Yield headings, fenced listings, and runs of lines between empty ones."""
+def _blocks(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield the level and text of headings, and 0 and the text of listings and of runs of lines between empty ones."""
     block: list[str] = []
     fence = ""
     for line in map(str.rstrip, lines):
-        if fence:
-            if line.strip() == fence:
-                while not block[-1]:
-                    block.pop()
-                fence = ""
-            if line or len(block) > 1:
-                block.append(line)
-            if not fence:
-                yield from _text_block(block)
-                block = []
+        if fence and line.strip() != fence:
+            block.append(line)
+        elif fence:
+            code = "\n".join(block[1:]).strip("\n")
+            yield 0, f"{block[0]}\n{code}\n{line}"
+            block, fence = [], ""
         elif not line or HEADING.match(line) or FENCE.match(line):
-            yield from _text_block(block)
+            yield 0, "\n".join(block)
             opening = FENCE.match(line)
-            fence = opening[1] if opening else ""
-            block = [line] if opening else []
+            block, fence = ([line], opening[1]) if opening else ([], "")
             if heading := HEADING.match(line):
-                yield _Block(line[heading.end() :].strip(HEADING_END), level=len(heading[0].rstrip()))
+                yield len(heading[0].rstrip()), line[heading.end() :].strip(HEADING_END)
         else:
             block.append(line)
-    yield from _text_block(block)
+    yield 0, "\n".join(block)
 
 
-def _text_block(lines: list[str]) -> Iterator[_Block]:
-    """Yield a block of these lines; nothing for invisible ones or a rule."""
-    text = "\n".join(lines).strip("\n")
-    if not is_blank(text) and not RULE.fullmatch(text):
-        yield _Block(text)
-
-
-def _pieces(text: str, size: PassageSize, level: int = 0) -> list[str]:
-    """Cut `text` at its best breaks into few pieces of at most `size.most`, which joined are `text`."""
-    if (length := size.count(text)) <= size.most:
+def _pieces(text: str, most: int, count: Callable[[str], int], level: int = 0) -> list[str]:
+    """Cut `text` at its best breaks into few pieces of which `count` is at most `most`, and which joined are `text`."""
+    if count(text) <= most:
         return [text]
-    if level < len(BREAKS):
-        parts, level = BREAKS[level].split(text), level + 1
-    else:
-        step = max(1, len(text) * size.most // length)
-        parts = [text[begin : begin + step] for begin in range(0, len(text), step)]
     pieces: list[str] = []
-    length = size.most  # of the last piece; full at first
-    for piece in (piece for part in parts for piece in _pieces(part, size, level)):
-        num_new = size.count(piece)
-        if length + num_new <= size.most:
-            pieces[-1] += piece
-            length += num_new
-        else:
-            pieces.append(piece)
-            length = num_new
+    length = most  # of the last piece; full at first
+    for part in BREAKS[level].split(text):
+        for piece in _pieces(part, most, count, level + 1):
+            num_new = count(piece)
+            if length + num_new <= most:
+                pieces[-1] += piece
+                length += num_new
+            else:
+                pieces.append(piece)
+                length = num_new
     return pieces
 
 

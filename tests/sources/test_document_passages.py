@@ -219,7 +219,7 @@ def test_names_that_are_not_text_become_text(tmp_path: Path, read: Read) -> None
 
 def split(text: str, passage_words: int, title: str = "Title") -> list[str]:
     """The passages of a Markdown file with this text and title."""
-    return split_content(Content(title, text), passage_words)[1]
+    return split_content(Content(title, text), passage_words)
 
 
 def test_passages_keep_the_heading_they_stand_under() -> None:
@@ -255,12 +255,13 @@ def test_headings_of_the_title_and_endless_ones_are_not_repeated_whole() -> None
 
 def test_the_terms_of_definition_lists_are_headings_of_their_definitions(tmp_path: Path, read: Read) -> None:
     inner = f"<dl><dt>inner</dt><dd><p>{words(60)}</p><p>{words(60)}</p></dd></dl>"
-    page = f"<h2>Functions</h2><dl><dt><code>outer(x)</code></dt><dd><p>{words(60)}</p>{inner}</dd></dl>"
+    terms = "<dt><code>outer()</code></dt>\n<dt><code>outer(x)</code></dt>"
+    page = f"<h2>Functions</h2><dl>{terms}<dd><p>{words(60)}</p>{inner}</dd></dl>"
     path = text_file(tmp_path, "page.html", f"<title>A page</title><main>{page}<p>{words(95)}</p></main>")
     assert read_document(path, tmp_path, 100, read).passages == [
-        f"Functions > `outer(x)`\n\n{words(60)}",
-        f"Functions > `outer(x)` > inner\n\n{words(60)}",
-        f"Functions > `outer(x)` > inner\n\n{words(60)}",
+        f"Functions > `outer()`, `outer(x)`\n\n{words(60)}",
+        f"Functions > `outer()`, `outer(x)` > inner\n\n{words(60)}",
+        f"Functions > `outer()`, `outer(x)` > inner\n\n{words(60)}",
         f"Functions\n\n{words(95)}",
     ]
 

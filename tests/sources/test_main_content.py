@@ -159,6 +159,11 @@ def test_running_out_of_memory_in_the_extractor_is_not_hidden(monkeypatch: pytes
         prune(URL, news())
 
 
+def test_headings_in_an_article_stay_with_the_text_under_them() -> None:
+    page = news(f"<h2>Nests</h2><p>{PARAGRAPHS[0][::-1]}</p><h3>Eggs</h3><p>{PARAGRAPHS[1][::-1]}</p>")
+    assert f"Nests {PARAGRAPHS[0][::-1]} Eggs {PARAGRAPHS[1][::-1]}" in words(page)
+
+
 def test_variation_selectors_in_a_page_are_kept_and_choose_no_other_article() -> None:
     variants = "The name is spelled 葛\U000e0100 \U000e01ef\U000e01efand 葛\U000e0101"
     found = words(news(f"<p>{PARAGRAPHS[0]} {variants}</p>"))

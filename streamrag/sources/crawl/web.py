@@ -32,7 +32,7 @@ from streamrag.support.validation import validated
 NUM_FETCHES_PER_HOST = 4  # concurrent requests to one host, for all queries; a crawler's usual courtesy
 MAX_LOOKUPS = 32  # names that all crawls together resolve concurrently; an unanswered one holds a thread for 30 s
 MAX_ROBOTS = 4  # robots.txt files that are parsed concurrently
-PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "rensa", "tenacity", "trafilatura", "webencodings")
+PACKAGES = ("crawl4ai", "hishel", "protego", "pypdf", "rensa", "tenacity", "trafilatura", "webencodings")
 SCRATCH = "crawl"
 
 CLEANER = "streamrag.sources.pages.page_cleaner:PageCleaner"

@@ -33,11 +33,13 @@ def _write_terms(converter: Any, tag: str, attributes: Any, is_start: bool) -> b
     """Write terms of definition lists as headings below `MAX_LEVEL`, and an empty one at the end of each list.
 
     Return whether the tag is dealt with. `converter` is crawl4ai's HTML2Text, which calls this for each tag. A heading
-    or term stays on one line.
+    stays on one line, and the terms of one definition are one heading.
     """
     if tag in ("p", "div") and converter.inheader:
         converter.space = True
         return True
+    is_behind_term = getattr(converter, "is_behind_term", False)
+    converter.is_behind_term = tag == "dt" and not is_start
     if tag not in ("dl", "dt", "dd"):
         return False
     num_lists = getattr(converter, "num_lists", 0)
@@ -49,7 +51,9 @@ def _write_terms(converter: Any, tag: str, attributes: Any, is_start: bool) -> b
             converter.p()
         converter.num_lists = num_lists + (1 if is_start else -1)
     elif tag == "dt" and is_start:
-        converter.o(f"{signs} ")
+        if is_behind_term:
+            converter.p_p, converter.space = 0, False
+        converter.o(", " if is_behind_term else f"{signs} ")
     converter.inheader = tag == "dt" and is_start
     return True
 

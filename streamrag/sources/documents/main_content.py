@@ -30,6 +30,7 @@ BLOCKS = {
     *("figcaption", "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "li", "main", "ol", "p"),
     *("pre", "section", "summary", "table", "tbody", "td", "th", "thead", "tr", "ul"),
 }
+HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 DROPPED = "streamrag-dropped"
 
 
@@ -124,7 +125,7 @@ def _blocks(body: Any) -> list[_Block]:
 
 
 def _choose(document: Any, blocks: Sequence[_Block]) -> set[int]:
-    """Return the numbers of the blocks that trafilatura chooses, and of all listings.
+    """Return the numbers of the blocks that trafilatura chooses, of the headings and terms above, and of all listings.
 
     Return no number if the page is too large for trafilatura, makes it fail, or if trafilatura chooses little.
     """
@@ -145,8 +146,12 @@ def _choose(document: Any, blocks: Sequence[_Block]) -> set[int]:
             setattr(element, place, original)
     if len(MARK.sub("", text)) < MIN_EXTRACTED_CHARS:
         return set()
-    listings = {number for number, block in enumerate(blocks) if block.element.xpath("ancestor-or-self::pre")}
-    return listings.union(marks[mark] for mark in MARK.findall(text) if mark in marks)
+    chosen = {number for number, block in enumerate(blocks) if block.element.xpath("ancestor-or-self::pre")}
+    chosen.update(marks[mark] for mark in MARK.findall(text) if mark in marks)
+    for number in reversed(range(len(blocks) - 1)):
+        if blocks[number].element.tag in (*HEADINGS, "dt") and number + 1 in chosen:
+            chosen.add(number)
+    return chosen
 
 
 def _mind_heading(blocks: Sequence[_Block], chosen: set[int], title: str) -> None:

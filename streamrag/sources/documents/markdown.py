@@ -3,7 +3,6 @@
 import re
 from html import unescape
 
-HEADINGS = {f"h{level}": level for level in range(1, 7)}
 MARKUP = re.compile(
     r"<!--.*?(?:-->|\Z)|<(?P<code>script|style)\b.*?(?:</(?P=code)\s*>|\Z)"
     r"|</?(?:(?P<inline>(?:a|abbr|b|code|em|i|kbd|mark|s|small|span|strong|sub|sup|u)\b)|[a-z!?])[^<>]*>",
@@ -12,7 +11,10 @@ MARKUP = re.compile(
 
 
 def read_markdown(text: str) -> tuple[str, str]:
-    """Return the front matter's title, or "", and the Markdown after it, with plain headings and text for HTML."""
+    """Return the front matter's title, or the first heading, or "", and the Markdown after it.
+
+    Headings become plain, and HTML becomes text.
+    """
     from markdown_it import MarkdownIt
 
     text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -29,8 +31,9 @@ def read_markdown(text: str) -> tuple[str, str]:
             continue
         if token.type == "heading_open":
             inline = tokens[number + 1].children or []
-            heading = "".join(" " if part.type == "softbreak" else part.content for part in inline)
-            blocks.append(f"{'#' * HEADINGS[token.tag]} {heading.strip()}")
+            heading = "".join(" " if part.type == "softbreak" else part.content for part in inline).strip()
+            title = title or heading
+            blocks.append(f"{'#' * int(token.tag[1])} {heading}")
         elif token.type == "html_block":
             blocks.append(_text_of(token.content))
         else:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from lxml import etree
 from lxml import html as lxml_html
 
-from streamrag.sources.documents.main_content import DROPPED, keep_main_content
+from streamrag.sources.documents.main_content import DROPPED, HEADINGS, keep_main_content
 from streamrag.sources.documents.reader import ReadingLimits
 from streamrag.sources.http.urls import MAX_URL_CHARS, normalize_url
 
@@ -77,6 +77,7 @@ def prune(url: str, html: str, limits: ReadingLimits) -> PrunedPage:
     _drop_not_content(document)
     links = _links(anchors, set(document.iter("a")), base)
     keep_main_content(document)
+    title = title or next(("".join(heading.itertext()) for heading in document.iter(*HEADINGS)), "")
     etree.strip_attributes(document, *CONTENT_ATTRIBUTES)
     content = lxml_html.tostring(document, encoding="unicode")
     is_cut = is_cut or len(content) > limits.max_chars

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
-from streamrag.core.text import PassageSize, first_heading, heading_path, split_markdown
+from streamrag.core.text import heading_path, split_markdown
 from streamrag.errors import ConfigurationError, require_modules
 from streamrag.sources.documents.charsets import marked_encoding
 from streamrag.sources.documents.reader import NEEDED, Content, Read, UnreadableError
@@ -152,22 +152,22 @@ def read_document(path: Path, folder: Path, passage_words: int, read: Read) -> D
             raise UnreadableError(f"not UTF-8: byte {error.start} does not decode") from error
     content = read(body, kind)
     uri = relative_name(path, folder)
-    title, passages = split_content(content, passage_words)
+    passages = split_content(content, passage_words)
     if not passages:
         raise UnreadableError("no text in it")
-    return Document(uri, title or PurePosixPath(uri).stem, passages, content.left_out)
+    return Document(uri, content.title or PurePosixPath(uri).stem, passages, content.left_out)
 
 
-def split_content(content: Content, passage_words: int) -> tuple[str, list[str]]:
-    """Return the title, or the first heading, and passages of about `passage_words` words or fewer.
+def split_content(content: Content, passage_words: int) -> list[str]:
+    """Return passages of about `passage_words` words or fewer.
 
     Each passage begins with the headings above it that the title does not contain. Passages do not overlap: overlapping
     neighbours would compete for the k nearest, and be prefilled twice.
     """
-    size = PassageSize(passage_words // 3, passage_words, passage_words, count_words)
-    title = content.title or first_heading(content.text)
-    passages = split_markdown(content.text, size)
-    return title, ["\n\n".join((*_repeated(passage.headings, title), *passage.blocks)) for passage in passages]
+    passages = split_markdown(
+        content.text, least=passage_words // 3, enough=passage_words, most=passage_words, count=count_words
+    )
+    return ["\n\n".join((*_repeated(passage.headings, content.title), *passage.blocks)) for passage in passages]
 
 
 def _repeated(headings: Sequence[str], title: str) -> list[str]:

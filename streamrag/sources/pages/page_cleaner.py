@@ -9,14 +9,11 @@ processes import this module, which imports crawl4ai before the first page comes
 
 import functools
 import hashlib
-import math
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
-from rank_bm25 import BM25Okapi
 
 import streamrag.sources.documents.html  # noqa: F401 (takes two seconds)
 from streamrag.core.text import split_markdown
@@ -31,24 +28,6 @@ from streamrag.sources.workers.limits import data_bytes, job_limits
 
 MAX_PASSAGES = 8000  # passages of a page; each is ranked with all of its headings, which may be much longer than itself
 MAX_LEFT_BYTES = 256 << 20  # memory that pages may leak in a worker before it is replaced
-
-
-class _Bm25(BM25Okapi):  # type: ignore[misc]
-    """BM25 with Lucene's inverse document frequency, which is never negative.
-
-    Okapi's is negative for a word of more than half of the documents; rank-bm25 replaces that by a quarter of the
-    average, which on a small page is negative too, so that the best passages would come last.
-    Source: https://lucene.apache.org/core/9_11_0/core/org/apache/lucene/search/similarities/BM25Similarity.html
-    """
-
-    def _calc_idf(self, nd: Mapping[str, int]) -> None:
-        for word, num_documents in nd.items():
-            self.idf[word] = math.log(1 + (self.corpus_size - num_documents + 0.5) / (num_documents + 0.5))
-
-
-def bm25(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[float]:
-    """Return the nonnegative BM25 score of each document for `query`, both as terms."""
-    return [float(score) for score in _Bm25(documents).get_scores(query)] if any(documents) else [0.0] * len(documents)
 
 
 class PageCleaner:
@@ -95,7 +74,7 @@ class PageCleaner:
         is_cut = bool(content.left_out) or len(passages) > MAX_PASSAGES
         del passages[MAX_PASSAGES:]
         query, stem = job["query"], relevant_stems(job["query"], self._stem)
-        best = select(passages, query, title=content.title, max_chars=job["max_chars"], score=bm25, stem=stem)
+        best = select(passages, query, title=content.title, max_chars=job["max_chars"], stem=stem)
         links = rank_links(content.links, query, stem)
         forwards = [*filter(None, [refresh_target(job.get("refresh", ""), url)]), *content.forwards]
         return CleanedPage(url, content.title, len(passages), best, links, is_cut, forwards)
