@@ -7,8 +7,7 @@ pytest.importorskip("trafilatura")
 
 from streamrag.sources.documents import main_content
 from streamrag.sources.documents import prune as pruning
-from streamrag.sources.documents.prune import PrunedPage
-from streamrag.sources.documents.reader import ReadingLimits
+from streamrag.sources.documents.reader import Content, ReadingLimits
 
 URL = "https://news.example/2026/penguins.html"
 LIMITS = ReadingLimits(max_cpu_s=10)
@@ -35,12 +34,12 @@ def news(inside: str = "", *, head: str = "<title>News</title>") -> str:
         <div class="site-footer">Subscribe to our newsletter, and never miss a story again.</div></body></html>"""
 
 
-def prune(url: str, page: str) -> PrunedPage:
+def prune(url: str, page: str) -> Content:
     return pruning.prune(url, page, LIMITS)
 
 
 def words(page: str) -> str:
-    body = lxml_html.document_fromstring(prune(URL, page).html).find("body")
+    body = lxml_html.document_fromstring(prune(URL, page).text).find("body")
     return " ".join(" ".join(body.itertext()).split())
 
 
@@ -60,7 +59,7 @@ def test_a_heading_that_is_the_title_is_not_kept_twice() -> None:
 
 def test_a_table_in_an_article_is_kept_as_a_table() -> None:
     table = "<table><tr><th>Year</th><th>Nests</th></tr><tr><td>2025</td><td>1,204</td></tr></table>"
-    found = lxml_html.document_fromstring(prune(URL, news(table)).html)
+    found = lxml_html.document_fromstring(prune(URL, news(table)).text)
     rows = [[cell.text_content() for cell in row] for row in found.iter("tr")]
     assert rows == [["Year", "Nests"], ["2025", "1,204"]]
 
@@ -74,7 +73,7 @@ def test_the_terms_of_definitions_in_an_article_are_kept() -> None:
 @pytest.mark.parametrize("after", ["", "<p>After", "after"])
 def test_a_page_that_omits_the_tags_of_head_and_body_is_read(tag: str, after: str) -> None:
     page = prune(URL, f"<!doctype html><title>A page</title><{tag}><h1>Penguins</h1><p>They swim.</{tag}>{after}")
-    body = lxml_html.document_fromstring(page.html).find("body")
+    body = lxml_html.document_fromstring(page.text).find("body")
     assert (
         " ".join(" ".join(body.itertext()).split()).lower() == f"penguins they swim. {'after' if after else ''}".strip()
     )
@@ -82,7 +81,7 @@ def test_a_page_that_omits_the_tags_of_head_and_body_is_read(tag: str, after: st
 
 
 def test_line_breaks_in_an_article_stay() -> None:
-    page = prune(URL, news(f"<p>{PARAGRAPHS[0]} First.<br>Second.</p>")).html
+    page = prune(URL, news(f"<p>{PARAGRAPHS[0]} First.<br>Second.</p>")).text
     assert "First.<br>Second." in page
 
 
@@ -101,7 +100,7 @@ def test_the_main_element_of_a_page_with_code_is_taken_whole(begin: str, end: st
     if begin == "<article>":
         page = page.replace('<aside role="doc-footnote">A footnote.</aside>', "<p>A footnote.</p>")
     assert words(page) == f"Swimming Call swim() : {' '.join(LISTING.split())} cold bool krill Food. A footnote."
-    assert LISTING in prune(URL, page).html
+    assert LISTING in prune(URL, page).text
 
 
 def test_the_article_in_a_main_element_is_taken_if_it_has_all_code() -> None:

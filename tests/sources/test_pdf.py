@@ -10,7 +10,7 @@ import pytest
 from pypdf.generic import DecodedStreamObject, NameObject, NumberObject
 
 from streamrag.sources.documents import file_worker as file_worker_module
-from streamrag.sources.documents.file_worker import file_worker
+from streamrag.sources.documents.file_worker import LIMITS, file_worker
 from streamrag.sources.documents.pdf import _paragraphs, read_pdf
 from streamrag.sources.documents.reader import Content, ReadingLimits, UnreadableError
 
@@ -169,12 +169,12 @@ def test_a_worker_reads_files_one_after_another_and_says_why_one_has_no_text() -
 @pytest.mark.parametrize(
     ("limit", "value", "reason"),
     [
-        ("MAX_CPU_S", 0.5, "reading it takes more computing time than 0.5 s"),
+        ("LIMITS", LIMITS._replace(max_cpu_s=0.5), "reading it takes more computing time than 0.5 s"),
         ("MAX_BYTES", 32 << 20, "reading it takes more memory than 32 MiB"),
     ],
 )
 def test_a_file_that_takes_too_much_is_refused_and_the_next_one_is_read(
-    limit: str, value: float, reason: str, monkeypatch: pytest.MonkeyPatch
+    limit: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = endless_content()
     monkeypatch.setattr(file_worker_module, limit, value)

@@ -13,8 +13,8 @@ from streamrag.sources.workers.limits import job_limits
 from streamrag.sources.workers.pool import WorkerJobError, WorkerLimitError, WorkerPool
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
-MAX_CPU_S, MAX_BYTES = 120.0, 1 << 30
-MAX_CHARS, MAX_ELEMENTS, MAX_PDF_PAGES = 5_000_000, 500_000, 2000
+MAX_BYTES = 1 << 30  # of memory
+LIMITS = ReadingLimits(max_cpu_s=120, max_chars=5_000_000, max_elements=500_000, max_pdf_pages=2000)
 SCRATCH = "read"
 
 
@@ -32,9 +32,9 @@ def file_worker() -> Iterator[Read]:
             remove_left_behind(SCRATCH)
             scratch = ScratchFolder(SCRATCH)
             stack.callback(scratch.remove)
-            limits = {"max_cpu_s": MAX_CPU_S, "max_bytes": MAX_BYTES}
             env = crawl4ai_env(scratch.path)
-            pool = WorkerPool(f"{__name__}:FileReader", limits, size=1, name="file reading worker", env=env)
+            options = {"limits": LIMITS, "max_bytes": MAX_BYTES}
+            pool = WorkerPool(f"{__name__}:FileReader", options, size=1, name="file reading worker", env=env)
             runner = stack.enter_context(asyncio.Runner())
             runner.run(pool.start())
             stack.callback(lambda: runner.run(pool.aclose()))
@@ -45,7 +45,7 @@ def file_worker() -> Iterator[Read]:
             try:
                 return Content(**ask(kind, body))
             except WorkerLimitError as error:
-                limit = f"{MAX_BYTES >> 20} MiB" if error.what == "memory" else f"{MAX_CPU_S:g} s"
+                limit = f"{MAX_BYTES >> 20} MiB" if error.what == "memory" else f"{LIMITS.max_cpu_s:g} s"
                 raise UnreadableError(f"reading it takes more {error.what} than {limit}") from error
             except WorkerJobError as error:
                 raise UnreadableError(error.message) from error
@@ -59,11 +59,11 @@ def file_worker() -> Iterator[Read]:
 class FileReader:
     """A handler of the jobs of `file_worker`."""
 
-    max_cpu_s: float
+    limits: list[Any]
     max_bytes: int
 
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        with job_limits(self.max_cpu_s, self.max_bytes):
-            limits = ReadingLimits(self.max_cpu_s, MAX_CHARS, MAX_ELEMENTS, MAX_PDF_PAGES)
-            charset = "" if job["kind"] == "html" else "utf-8"  # text was checked to be that, unless it has a mark
+        limits = ReadingLimits(*self.limits)
+        charset = "" if job["kind"] == "html" else "utf-8"  # text was checked to be that, unless it has a mark
+        with job_limits(limits.max_cpu_s, self.max_bytes):
             return {**asdict(read(body, job["kind"], limits, charset=charset)), "links": {}, "forwards": []}

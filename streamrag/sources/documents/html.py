@@ -5,13 +5,14 @@ pages. Importing this module takes two seconds, writes to CRAWL4_AI_BASE_DIRECTO
 worker processes import it.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from crawl4ai import DefaultMarkdownGenerator
 
-from streamrag.core.text import MAX_LEVEL, is_blank
+from streamrag.core.text import MAX_LEVEL
 from streamrag.sources.documents.prune import prune
-from streamrag.sources.documents.reader import TOO_LONG, Content, ReadingLimits
+from streamrag.sources.documents.reader import Content, ReadingLimits
 
 MAX_TERM_LEVEL = 12  # of a term in nested definition lists
 
@@ -22,11 +23,10 @@ ERRORS = ("Error converting HTML to markdown:", "Error in markdown generation:")
 def read_html(html: str, url: str, limits: ReadingLimits) -> Content:
     """Return the content of a page at `url`; raise ValueError if crawl4ai fails."""
     page = prune(url, html, limits)
-    text = GENERATOR.generate_markdown(page.html, base_url=url, citations=False).raw_markdown
+    text = GENERATOR.generate_markdown(page.text, base_url=url, citations=False).raw_markdown
     if text.startswith(ERRORS):
         raise ValueError(text)
-    forwards = page.forwards + ([page.frame] if page.frame and is_blank(text) else [])
-    return Content(page.title, text, TOO_LONG * page.is_cut, page.links, forwards)
+    return replace(page, text=text)
 
 
 def _write_terms(converter: Any, tag: str, attributes: Any, is_start: bool) -> bool:

@@ -46,14 +46,12 @@ class _Block(NamedTuple):
         return "".join(getattr(element, place) for element, place in self.places)
 
 
-def keep_main_content(document: Any) -> None:
+def keep_main_content(document: Any, title: str) -> None:
     """Remove from the body what is not main content; nothing if that cannot be told.
 
     Elements that are empty or hidden must have been removed, and `role="main"` must have become `main`.
     """
     body = document.find("body")
-    if body is None:
-        return
     is_technical = _count(body, CODE) > 0
     root = _declared_main(body)
     if root is not None and (is_technical or _share_of_links(root) > MIN_SHARE_OF_LINKS):
@@ -62,7 +60,7 @@ def keep_main_content(document: Any) -> None:
         return
     blocks = _blocks(body)
     if chosen := _choose(document, blocks):
-        _mind_heading(blocks, chosen, document.findtext("head/title") or "")
+        _mind_heading(blocks, chosen, title)
         _keep(body, blocks, _widen(blocks, chosen) if is_technical else chosen)
 
 
@@ -83,21 +81,11 @@ def _declared_main(body: Any) -> Any:
 
 def _share_of_links(root: Any) -> float:
     """Return the share of characters that are in links."""
-    num_links = 0
-    nums_chars = [0, 0]  # outside and inside of links
-
-    def add(text: str | None) -> None:
-        nums_chars[num_links > 0] += len("".join((text or "").split()))
-
-    for event, element in etree.iterwalk(root, events=("start", "end")):
-        is_link = element.tag == "a"
-        if event == "start":
-            num_links += is_link
-            add(element.text)
-        else:
-            num_links -= is_link
-            add(element.tail if element is not root else "")
-    return nums_chars[1] / max(sum(nums_chars), 1)
+    inside, everywhere = (
+        sum(len("".join(text.split())) for element in elements for text in element.itertext())
+        for elements in (root.xpath(".//a[not(ancestor::a)]"), [root])
+    )
+    return inside / max(everywhere, 1)
 
 
 def _only(root: Any, tag: str) -> Any:
@@ -198,8 +186,6 @@ def _keep(body: Any, blocks: Sequence[_Block], chosen: set[int]) -> None:
         if number not in chosen:
             for element, place in block.places:
                 setattr(element, place, None)
-                if element not in kept:
-                    element.tag = DROPPED if element.tag not in BLOCKS else element.tag
     for element in list(body.iter(*BLOCKS)):
         if element not in kept:
             element.tag = DROPPED

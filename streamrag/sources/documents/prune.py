@@ -5,14 +5,15 @@ Takes time linear in the page's length, because pages may be hostile.
 
 import itertools
 import re
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from lxml import etree
 from lxml import html as lxml_html
 
+from streamrag.core.text import is_blank
 from streamrag.sources.documents.main_content import DROPPED, HEADINGS, keep_main_content
-from streamrag.sources.documents.reader import ReadingLimits
+from streamrag.sources.documents.reader import TOO_LONG, Content, ReadingLimits
 from streamrag.sources.http.urls import MAX_URL_CHARS, normalize_url
 
 MAX_ANCHORS = 10_000
@@ -23,11 +24,8 @@ REFRESH = re.compile(
 )
 MAX_LINK_ELEMENTS = 20  # elements within a link that are read for its text, as links can be nested
 NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture", "nav", "footer", "button", "select"}
-NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link", "meta"}
+NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link", "meta", "title"}
 """Not `form`, which on some sites contains the whole page."""
-
-IN_BODY = {"article", "aside", "details", "figure", "footer", "header", "hgroup", "main", "nav", "search", "section"}
-"""Elements of HTML 5 that the HTML parser takes for a part of the head."""
 
 EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that have a meaning without text
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
@@ -42,46 +40,43 @@ NO_PAGE = re.compile(
 )
 
 
-class PrunedPage(NamedTuple):
-    title: str
-    html: str
-    links: dict[str, str]  # link texts by URL, for the whole page; links in the content come first
-    is_cut: bool  # whether the page was truncated
-    forwards: list[str]  # URLs of a `meta` refresh and of frames
-    frame: str  # URL of the only `iframe`, which is the page if nothing else has text; "" if there is none
+def prune(url: str, html: str, limits: ReadingLimits) -> Content:
+    """Return the main content of a page, as HTML, and the links to pages in the whole page.
 
-
-def prune(url: str, html: str, limits: ReadingLimits) -> PrunedPage:
-    """Return the page's main content as HTML, the links to pages in the whole page, and whether it was truncated.
-
-    The HTML keeps no attributes but the titles of `abbr`. Links in dropped elements are included, links to files such
-    as `.zip` are not. crawl4ai's own `excluded_tags` lose the text after an excluded element, and its links lack
+    The HTML keeps no attributes but the titles of `abbr`. Links in the content come first; links to files such as
+    `.zip` are left out. crawl4ai's own `excluded_tags` lose the text after an excluded element, and its links lack
     trailing slashes and the links of excluded elements. Raises MemoryError if lxml cannot parse.
     """
     # As bytes: in a str, lxml first searches for an XML declaration, with a regular expression quadratic in spaces.
     parser = lxml_html.HTMLParser(encoding="utf-8")
     try:
-        document = lxml_html.document_fromstring(html.encode(errors="replace"), parser=parser)
+        body = lxml_html.document_fromstring(html.encode(errors="replace"), parser=parser)
     except etree.XMLSyntaxError:  # lxml accepts any HTML, so it is out of memory
         raise MemoryError from None
     last_error = parser.error_log.last_error
     is_nested_too_deeply = last_error is not None and last_error.level == etree.ErrorLevels.FATAL
-    is_cut = _truncate(document, limits.max_elements) or is_nested_too_deeply
-    _move_from_head(document)
+    is_cut = _truncate(body, limits.max_elements) or is_nested_too_deeply
     # First, so that text behind a comment is its parent's: server-rendered Vue and Svelte have comments around text.
-    etree.strip_elements(document, etree.Comment, etree.ProcessingInstruction, with_tail=False)
+    etree.strip_elements(body, etree.Comment, etree.ProcessingInstruction, with_tail=False)
+    # One body of all: without its tag, libxml2 takes `main` and other elements of HTML 5 for a part of the head.
+    etree.strip_tags(body, "head", "body")
+    document, body.tag = body.makeelement("html"), "body"
+    document.append(body)
+    body.attrib.clear()
     base = next((href for base in document.iter("base") if (href := base.get("href"))), "")
     base = normalize_url(base, url) or url
     anchors = {anchor: (anchor.get("href", "#"), _link_text(anchor)) for anchor in document.iter("a", "area")}
     title, forwards, frame = _title(document), *_forwards(document, base)
     _drop_not_content(document)
     links = _links(anchors, set(document.iter("a")), base)
-    keep_main_content(document)
-    title = title or next(("".join(heading.itertext()) for heading in document.iter(*HEADINGS)), "")
+    keep_main_content(document, title)
     etree.strip_attributes(document, *CONTENT_ATTRIBUTES)
+    if frame and is_blank("".join(document.itertext())):
+        forwards.append(frame)
+    title = title or next(("".join(heading.itertext()) for heading in document.iter(*HEADINGS)), "")
     content = lxml_html.tostring(document, encoding="unicode")
-    is_cut = is_cut or len(content) > limits.max_chars
-    return PrunedPage(title, content[: limits.max_chars], links, is_cut, forwards, frame)
+    left_out = TOO_LONG if is_cut or len(content) > limits.max_chars else ""
+    return Content(title, content[: limits.max_chars], left_out, links, forwards)
 
 
 def refresh_target(refresh: str, base: str) -> str:
@@ -127,21 +122,6 @@ def _truncate(document: Any, max_elements: int) -> bool:
     return True
 
 
-def _move_from_head(document: Any) -> None:
-    """Move what follows the first element of content in the head to the body.
-
-    libxml2 does not know that `main` and other elements of HTML 5 end a head whose end tag is omitted.
-    """
-    head = document.find("head")
-    stray = [] if head is None else list(itertools.dropwhile(lambda element: element.tag not in IN_BODY, head))
-    if stray:
-        body = document.find("body")
-        body = etree.SubElement(document, "body") if body is None else body
-        stray[-1].tail = (stray[-1].tail or "") + (body.text or "")
-        body.text = None
-        body[:0] = stray
-
-
 def _drop_not_content(document: Any) -> None:
     """Remove elements that are not content, and attributes but `CONTENT_ATTRIBUTES` and titles of `abbr`.
 
@@ -184,7 +164,7 @@ def _is_empty(element: Any) -> bool:
     """Whether an element has no text, and no children but dropped ones that nothing follows, not even white space.
 
     Its own white space is text only inside an ancestor `pre` or `code`; the white space of an empty element becomes a
-    space before the element's tail. The root is never empty. crawl4ai does the same, but in quadratic time.
+    space before the element's tail. The body is never empty. crawl4ai does the same, but in quadratic time.
     """
     if any(child.tag != DROPPED or child.tail for child in element.iterchildren(etree.Element)):
         return False
@@ -193,7 +173,7 @@ def _is_empty(element: Any) -> bool:
         return False
     if text:
         element.tail = " " + (element.tail or "")
-    return element.getparent() is not None
+    return element.tag != "body"
 
 
 def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ document of a kind is read.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -78,13 +78,9 @@ def read(body: bytes, kind: str, limits: ReadingLimits, *, charset: str = "", ur
     else:
         content = Content("", decode(body, charset))
     is_cut = len(content.text) > limits.max_chars
-    return Content(
-        readable(" ".join(content.title.split()))[:MAX_TITLE_CHARS],
-        readable(content.text[: limits.max_chars]),
-        content.left_out or TOO_LONG * is_cut,
-        content.links,
-        content.forwards,
-    )
+    title = readable(" ".join(content.title.split()))[:MAX_TITLE_CHARS]
+    text, left_out = readable(content.text[: limits.max_chars]), content.left_out or TOO_LONG * is_cut
+    return replace(content, title=title, text=text, left_out=left_out)
 
 
 def crawl4ai_env(scratch: Path) -> dict[str, str]:
