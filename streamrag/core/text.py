@@ -17,7 +17,7 @@ MAX_HEADING_CHARS = 200
 MAX_WORD_CHARS = 100
 """Most characters of a term. Stemmers cache words, and a page may be one word of a megabyte."""
 
-HEADING = re.compile(r"#{1,6}\s|#{7,12}(?:\s|$)")
+HEADING = re.compile(r"#{1,6}\s|#{7,}(?:\s|$)")
 """A heading, or with more signs a term of a definition list, or without text the list's end."""
 
 HEADING_END = "".join(filter(str.isspace, map(chr, range(0x3001)))) + "¶"

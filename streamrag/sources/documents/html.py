@@ -14,8 +14,6 @@ from streamrag.core.text import MAX_LEVEL
 from streamrag.sources.documents.prune import prune
 from streamrag.sources.documents.reader import Content, ReadingLimits
 
-MAX_TERM_LEVEL = 12  # of a term in nested definition lists
-
 ERRORS = ("Error converting HTML to markdown:", "Error in markdown generation:")
 """Beginnings of crawl4ai's output when it fails."""
 
@@ -43,7 +41,7 @@ def _write_terms(converter: Any, tag: str, attributes: Any, is_start: bool) -> b
     if tag not in ("dl", "dt", "dd"):
         return False
     num_lists = getattr(converter, "num_lists", 0)
-    signs = "#" * min(MAX_LEVEL + max(num_lists, 1), MAX_TERM_LEVEL)
+    signs = "#" * (MAX_LEVEL + max(num_lists, 1))
     converter.p()
     if tag == "dl":
         if not is_start:

@@ -49,7 +49,7 @@ class _Block(NamedTuple):
 def keep_main_content(document: Any, title: str) -> None:
     """Remove from the body what is not main content; nothing if that cannot be told.
 
-    Elements that are empty or hidden must have been removed, and `role="main"` must have become `main`.
+    Elements that are hidden must have been removed, and `role="main"` must have become `main`.
     """
     body = document.find("body")
     is_technical = _count(body, CODE) > 0

@@ -27,7 +27,9 @@ NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture",
 NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link", "meta", "title"}
 """Not `form`, which on some sites contains the whole page."""
 
-EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that have a meaning without text
+EMPTY = "//*[self::dt or self::li or self::pre or self::h1 or self::h2 or self::h3][not(normalize-space())]"
+"""Elements of which crawl4ai would write a sign for nothing."""
+
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
 
 CONTENT_ATTRIBUTES = {"class", "id", "itemprop", "role", "style"}  # what extractors choose content by
@@ -130,7 +132,7 @@ def _drop_not_content(document: Any) -> None:
     for element in document.iter("div", "section"):
         if element.get("role") == "main":
             element.tag = "main"
-    for element in reversed(list(document.iter(etree.Element))):
+    for element in document.iter(etree.Element):
         if _is_not_content(element):
             element.tag = DROPPED
         names = CONTENT_ATTRIBUTES | ({"title"} if element.tag == "abbr" else set())
@@ -139,13 +141,16 @@ def _drop_not_content(document: Any) -> None:
         element.attrib.update(kept)
     # All at once: removing them one by one would copy the preceding text each time.
     etree.strip_elements(document, DROPPED, with_tail=False)
+    for element in document.xpath(EMPTY):
+        element.tag = DROPPED
+    etree.strip_elements(document, DROPPED, with_tail=False)
 
 
 def _is_not_content(element: Any) -> bool:
-    """Whether an element is dropped: by its tag or role, hidden by an attribute, or empty but for dropped children.
+    """Whether an element is dropped: by its tag or role, or hidden by an attribute.
 
     An aside outside `main`, a header outside `main` and `article`, and elements of the class `headerlink` are dropped
-    too. Other classes and ids do not matter. Judge all children before their parent.
+    too. Other classes and ids do not matter.
     """
     tag, attributes = element.tag, element.attrib
     return bool(
@@ -156,24 +161,7 @@ def _is_not_content(element: Any) -> bool:
         or attributes.get("aria-hidden") == "true"
         or attributes.get("role") in NOT_CONTENT_ROLES
         or "headerlink" in attributes.get("class", "")
-        or (tag not in EMPTY and _is_empty(element))
     )
-
-
-def _is_empty(element: Any) -> bool:
-    """Whether an element has no text, and no children but dropped ones that nothing follows, not even white space.
-
-    Its own white space is text only inside an ancestor `pre` or `code`; the white space of an empty element becomes a
-    space before the element's tail. The body is never empty. crawl4ai does the same, but in quadratic time.
-    """
-    if any(child.tag != DROPPED or child.tail for child in element.iterchildren(etree.Element)):
-        return False
-    text = element.text or ""
-    if text.strip() or (text and next(element.iterancestors("pre", "code"), None) is not None):
-        return False
-    if text:
-        element.tail = " " + (element.tail or "")
-    return element.tag != "body"
 
 
 def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) -> dict[str, str]:

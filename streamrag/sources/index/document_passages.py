@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
-from streamrag.core.text import heading_path, split_markdown
+from streamrag.core.text import CJK, heading_path, split_markdown
 from streamrag.errors import ConfigurationError, require_modules
 from streamrag.sources.documents.charsets import marked_encoding
 from streamrag.sources.documents.reader import NEEDED, Content, Read, UnreadableError
@@ -26,7 +26,6 @@ KINDS = {
     ".pdf": "pdf",
 }
 """The kind of a document, by the suffix of its name."""
-CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")
 """A run of letters and digits, a CJK character, or a sign: each begins a new piece of a wordpiece tokenizer."""
 MAX_HEADINGS = 6
