@@ -128,8 +128,8 @@ def split_markdown(
 
 
 def heading_path(headings: Iterable[str]) -> str:
-    """Return headings on one line, without their signs."""
-    return " > ".join(heading.lstrip("#").lstrip() for heading in headings)
+    """Return headings on one line, without their signs and those of code."""
+    return " > ".join(heading.lstrip("#").lstrip().replace("`", "") for heading in headings)
 
 
 def _sections(blocks: Iterable[tuple[int, str]]) -> Iterator[tuple[tuple[str, ...], int, list[str]]]:

@@ -132,6 +132,15 @@ def test_html_gives_the_markdown_of_its_main_part(tmp_path: Path, read: Read) ->
     ]
 
 
+def test_inline_code_has_one_space_between_words_and_is_plain_in_headings(tmp_path: Path, read: Read) -> None:
+    code = "<code>\n    run\t<b>  it</b>\n    now  </code>"
+    page = f"<title>All of run: a manual</title><h1>All of <code>run</code></h1><p>Type {code} and wait.</p>"
+    path = text_file(tmp_path, "page.html", f"{page}<h2>On <code>x</code></h2><pre>a\n    b</pre>")
+    assert read_document(path, tmp_path, 100, read).passages == [
+        "Type ` run  it now ` and wait.\n\nOn x\n\n```\na\n    b\n```"
+    ]
+
+
 def test_html_is_read_without_the_menu_that_no_element_declares(tmp_path: Path, read: Read) -> None:
     menu = '<div class="menu"><ul><li><a href="/a">Sport</a></li><li><a href="/b">Weather</a></li></ul></div>'
     article = "".join(f"<p>Paragraph {i} says that penguins swim, and steer with their feet.</p>" for i in range(9))
@@ -259,9 +268,9 @@ def test_the_terms_of_definition_lists_are_headings_of_their_definitions(tmp_pat
     page = f"<h2>Functions</h2><dl>{terms}<dd><p>{words(60)}</p>{inner}</dd></dl>"
     path = text_file(tmp_path, "page.html", f"<title>A page</title><main>{page}<p>{words(95)}</p></main>")
     assert read_document(path, tmp_path, 100, read).passages == [
-        f"Functions > `outer()`, `outer(x)`\n\n{words(60)}",
-        f"Functions > `outer()`, `outer(x)` > inner\n\n{words(60)}",
-        f"Functions > `outer()`, `outer(x)` > inner\n\n{words(60)}",
+        f"Functions > outer(), outer(x)\n\n{words(60)}",
+        f"Functions > outer(), outer(x) > inner\n\n{words(60)}",
+        f"Functions > outer(), outer(x) > inner\n\n{words(60)}",
         f"Functions\n\n{words(95)}",
     ]
 

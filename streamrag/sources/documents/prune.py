@@ -27,8 +27,11 @@ NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture",
 NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link", "meta", "title"}
 """Not `form`, which on some sites contains the whole page."""
 
-EMPTY = "//*[self::dt or self::li or self::pre or self::h1 or self::h2 or self::h3][not(normalize-space())]"
+EMPTY = ".//*[self::dt or self::li or self::pre or self::h1 or self::h2 or self::h3][not(normalize-space())]"
 """Elements of which crawl4ai would write a sign for nothing."""
+
+INLINE_CODE = ".//code[not(ancestor::pre or .//pre)]//text()[contains(., '  ') or contains(., '\n')]"
+"""Text in which white space is one space, as browsers show it; crawl4ai would keep it."""
 
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
 
@@ -94,7 +97,7 @@ def refresh_target(refresh: str, base: str) -> str:
 def _title(document: Any) -> str:
     """Return the page's title, or the one that it gives to social networks, or ""."""
     own = document.findtext(".//title") or ""
-    shared = document.xpath("//meta[@property='og:title' or @name='twitter:title']/@content")
+    shared = document.xpath(".//meta[@property='og:title' or @name='twitter:title']/@content")
     return next((title for title in (own, *shared) if title.strip()), "")
 
 
@@ -144,6 +147,8 @@ def _drop_not_content(document: Any) -> None:
     for element in document.xpath(EMPTY):
         element.tag = DROPPED
     etree.strip_elements(document, DROPPED, with_tail=False)
+    for text in document.xpath(INLINE_CODE):
+        setattr(text.getparent(), "text" if text.is_text else "tail", re.sub(r"\s+", " ", text))
 
 
 def _is_not_content(element: Any) -> bool:
