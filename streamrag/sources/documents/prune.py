@@ -65,7 +65,7 @@ def prune(url: str, html: str, limits: ReadingLimits) -> Content:
     etree.strip_elements(body, etree.Comment, etree.ProcessingInstruction, with_tail=False)
     # One body of all: without its tag, libxml2 takes `main` and other elements of HTML 5 for a part of the head.
     etree.strip_tags(body, "head", "body")
-    document, body.tag = body.makeelement("html"), "body"
+    document, body.tag = parser.makeelement("html"), "body"
     document.append(body)
     body.attrib.clear()
     base = next((href for base in document.iter("base") if (href := base.get("href"))), "")
