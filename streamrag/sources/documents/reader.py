@@ -32,7 +32,7 @@ class UnreadableError(Exception):
 
 
 class ReadingLimits(NamedTuple):
-    """How much of a document is read."""
+    """Limits of reading a document."""
 
     max_cpu_s: float
     max_chars: int = 1_000_000  # of the text, and of the HTML that it is made of

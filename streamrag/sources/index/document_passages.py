@@ -41,7 +41,7 @@ class Document:
     title: str
     passages: list[str]
     left_out: str = ""
-    """What is missing in the passages, with the reason; empty if the file was read whole."""
+    """The missing part, with the reason; empty if the file was read whole."""
 
 
 def find_documents(
