@@ -158,7 +158,7 @@ def test_a_missing_package_is_named_with_its_install_line(
     def find_spec(name: str) -> object:
         return None if name == package else object()
 
-    monkeypatch.setattr("streamrag.sources.index.packages.find_spec", find_spec)
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
     with pytest.raises(MissingDependencyError, match="pip install"):
         build_index(tmp_path, tmp_path / "index", kind="diskann")
 
