@@ -85,7 +85,7 @@ def test_an_index_is_built_from_a_folder_and_summed_up(tmp_path: Path) -> None:
     stored = [json.loads(line) for line in (out / "passages.jsonl").read_text().splitlines()]
     assert stored[-2:] == [
         {"uri": "page.html", "title": "A page", "passage": 0, "text": "Cats\n\npurr"},
-        {"uri": "sub/page.md", "title": "Dogs", "passage": 0, "text": "Dogs\n\nbark"},
+        {"uri": "sub/page.md", "title": "Dogs", "passage": 0, "text": "bark"},
     ]
     assert steps[:2] == [(0, 9, "reading"), (1, 9, "reading")]
     assert steps[-5:] == [
