@@ -21,15 +21,11 @@ from teaching_questions import is_unclear, make_question
 
 from streamrag.core import Chunk
 from streamrag.core.text import relevant_terms, terms
-from streamrag.sources.index.document_passages import (
-    UnusableDocumentError,
-    find_documents,
-    read_document,
-    split_document,
-)
+from streamrag.sources.documents.file_worker import file_worker
+from streamrag.sources.documents.reader import UnreadableError
+from streamrag.sources.index.document_passages import find_documents, read_document
 from streamrag.sources.index.keywords import new_stem
 from streamrag.sources.search.sentences import split_sentences
-from streamrag.sources.workers.pdf import pdf_worker
 
 NO_ANSWER = "The documents do not say."
 NO_ANSWER_SHARE = 0.02
@@ -86,13 +82,13 @@ def read_pages(folder: Path, rng: random.Random, num_pages: int) -> Iterator[Pag
     paths, _ = find_documents(folder, max_file_bytes=MAX_FILE_BYTES, leave_out=folder / "-")
     paths = [path for path in paths if path.suffix != ".txt"]
     rng.shuffle(paths)
-    with pdf_worker() as read_pdf:
+    with file_worker() as read:
         for path in paths[:num_pages]:
             try:
-                document = read_document(path, folder, read_pdf)
-            except UnusableDocumentError:
+                document = read_document(path, folder, rng.choice(PASSAGE_WORDS), read)
+            except UnreadableError:
                 continue
-            texts = [with_items(text, rng) for text in split_document(document, rng.choice(PASSAGE_WORDS))]
+            texts = [with_items(text, rng) for text in document.passages]
             if not (is_whole := rng.random() < WHOLE_SHARE):
                 found = (sentence for text in texts for sentence in split_sentences(text))
                 texts = [*dict.fromkeys(sentence for sentence in found if len(sentence.split()) >= MIN_WORDS)]

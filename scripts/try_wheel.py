@@ -91,9 +91,7 @@ if __name__ == "__main__":
 """Runs with `OF_EMBED` only."""
 
 OF_EMBED = (
-    "beautifulsoup4",
     "faiss-cpu>=1.10,<2",
-    "lxml",
     "markdown-it-py",
     "numpy",
     "snowballstemmer",

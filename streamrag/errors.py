@@ -65,6 +65,11 @@ class MissingDependencyError(ConfigurationError):
         self.install = install
 
 
+def distribution_of(module: str) -> str:
+    """Return the name under which a module is installed."""
+    return {"faiss": "faiss-cpu", "markdown_it": "markdown-it-py"}.get(module, module.replace("_", "-"))
+
+
 def require_modules(extra: str, *modules: str) -> None:
     """Check that modules of an extra are installed, without importing them.
 
@@ -72,7 +77,7 @@ def require_modules(extra: str, *modules: str) -> None:
     """
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            raise MissingDependencyError(module.replace("_", "-"), install_line(extra))
+            raise MissingDependencyError(distribution_of(module), install_line(extra))
 
 
 class UnsupportedVersionError(ConfigurationError):

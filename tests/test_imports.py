@@ -28,6 +28,7 @@ RING = [
     {"backends/simulated", "backends/tools", "routing"},
     {"sources/crawl", "sources/hand_over", "sources/postgres", "sources/search"},
     {"sources/index", "sources/pages"},
+    {"sources/documents"},
     {"sources/http", "sources/workers"},
     {"open_questions", "refresh", "sessions", "trace"},
     {"display_text", "trace_context"},
@@ -66,12 +67,13 @@ SHARED_BY_PROCESS: dict[str, set[str]] = {
 
 # In `sources`, what the modules of each folder may import beside modules that stand in no folder.
 BENEATH_FOLDER: dict[str, set[str]] = {
-    "crawl": {"pages", "http", "workers"},
+    "crawl": {"documents", "pages", "http", "workers"},
+    "documents": {"http", "workers"},
     "hand_over": set(),
     "http": set(),
-    "index": {"workers"},
-    "pages": {"http", "workers"},
-    "postgres": {"index", "workers"},
+    "index": {"documents", "workers"},
+    "pages": {"documents", "http", "workers"},
+    "postgres": {"documents", "index", "workers"},
     "search": {"index", "workers"},
     "workers": set(),
     "": set(),  # the modules in no folder are for every program, and need no package

@@ -10,8 +10,9 @@ import pytest
 
 from streamrag.cli.doctor.machine import PARTS
 from streamrag.cli.program import ENTRY_POINTS, MEASURING_COMMANDS
-from streamrag.errors import CPU_TORCH_INDEX, install_line
-from streamrag.sources.index.packages import PACKAGES
+from streamrag.errors import CPU_TORCH_INDEX, distribution_of, install_line
+from streamrag.sources.documents.reader import NEEDED
+from streamrag.sources.index.packages import LIBRARIES
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -93,8 +94,16 @@ def test_an_extra_contains_only_extras_that_there_are() -> None:
 def test_the_extra_for_indexes_has_all_that_building_one_needs() -> None:
     """DiskANN is not needed."""
     of_extra = {re.split(r"[^\w-]", line)[0] for line in EXTRAS["embed"]}
-    assert {package for package, _ in PACKAGES.values()} - of_extra == {"diskannpy"}
-    assert {install for package, install in PACKAGES.values() if package in of_extra} == {install_line("embed")}
+    code = "".join(path.read_text() for path in (ROOT / "streamrag" / "sources").rglob("*.py"))
+    modules = {*re.findall(r'require_package\("(\w+)"\)', code), *LIBRARIES.values()}
+    assert {"numpy", "sentence_transformers", "snowballstemmer"} <= modules
+    modules |= {module for extra, *modules in NEEDED.values() for module in modules if extra == "embed"}
+    assert set(map(distribution_of, modules)) - of_extra == {"diskannpy"}
+
+
+def test_reading_html_needs_the_extra_for_crawls() -> None:
+    extra, *modules = NEEDED["html"]
+    assert {*modules} <= {re.split(r"[^\w-]", line)[0] for line in EXTRAS[extra]}
 
 
 def test_the_cpu_builds_are_of_one_release_of_torch() -> None:

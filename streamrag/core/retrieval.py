@@ -12,13 +12,12 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
-from streamrag.core.text import is_blank
+from streamrag.core.text import is_blank, readable
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.support.messages import is_number, is_whole, plain_text, short_repr, type_name
 from streamrag.support.tasks import cancel_and_wait, end_or_leave, is_cancelled
 
 _END = object()
-SOFT_HYPHEN = "\xad"
 MAX_COUNT = (1 << 31) - 1  # the largest passage number that a trace can store
 
 T = TypeVar("T")
@@ -209,14 +208,14 @@ def checked_chunk(chunk: object) -> Chunk:
 
 
 def _plain(chunk: Chunk) -> Chunk:
-    """Return a valid chunk with plain str, int and float in place of their subclasses and NumPy's, and without soft
-    hyphens, which no model should read; itself if plain."""
+    """Return a valid chunk with plain str, int and float in place of their subclasses and NumPy's, and with `readable`
+    text and title; itself if plain."""
     texts = (chunk.text, chunk.uri, chunk.title)
     is_plain = type(chunk.passage) is int and type(chunk.score) in (float, NoneType) and {*map(type, texts)} == {str}
-    if is_plain and SOFT_HYPHEN not in chunk.text and SOFT_HYPHEN not in chunk.title:
-        return chunk
     text, uri, title = map(plain_text, texts)
-    text, title = text.replace(SOFT_HYPHEN, ""), title.replace(SOFT_HYPHEN, "")
+    text, title = readable(text), readable(title)
+    if is_plain and (text, title) == (chunk.text, chunk.title):
+        return chunk
     score = None if chunk.score is None else float(chunk.score)
     return replace(chunk, text=text, uri=uri, title=title, passage=int(chunk.passage), score=score)
 

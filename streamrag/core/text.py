@@ -9,22 +9,24 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 from unicodedata import category, normalize
 
-TARGET_CHARS = 600  # a passage ends once it is this long: about what a question needs to be answered, with its context
-
-MAX_BLOCK_CHARS = 2000
+MAX_LEVEL = 6  # of headings; below them are the terms of definition lists
 MAX_HEADING_CHARS = 200
 MAX_WORD_CHARS = 100
 """Most characters of a term. Stemmers cache words, and a page may be one word of a megabyte."""
 
-HEADING = re.compile(r"(#{1,6})\s")
+HEADING = re.compile(r"#{1,6}\s|#{7,}(?:\s|$)")
+"""A heading, or with more signs a term of a definition list, or without text the list's end."""
+
 HEADING_END = "".join(filter(str.isspace, map(chr, range(0x3001)))) + "¶"
 """Unicode white space, and the sign that documentation tools put behind a heading as its link."""
 
 FENCE = re.compile(r"\s*(```|~~~)")
 RULE = re.compile(r"\s*([*_-]\s*){3,}")
+BREAKS = tuple(map(re.compile, (r"(?<=\n)", r"(?<=[.!?…])(?=\s)|(?<=[。！？])", r"(?<=\s)(?=\S)", r"(?s:(?<=.))")))
+"""Places to break a block that is too long, best first: after lines, sentences, words, characters."""
 
 CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\U00020000-\U0003ffff"
 UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
@@ -81,7 +83,7 @@ class TextPassage:
     """Consecutive blocks (paragraphs, list items, code listings) under one heading."""
 
     headings: tuple[str, ...]
-    """Markdown headings from the page's title down to its own."""
+    """Markdown headings from the page's title down to its own; with more than six `#`, terms of definition lists."""
     blocks: tuple[str, ...]
 
     @property
@@ -90,98 +92,109 @@ class TextPassage:
         return sum(len(block) + 2 for block in (*self.blocks, *self.headings[-1:]))
 
 
-class _Block(NamedTuple):
-    text: str
-    is_term: bool = False
-    """Whether the next block defines it, as in a definition list."""
-    is_heading: bool = False
+def split_markdown(
+    markdown: str, *, least: int = 0, enough: int = 600, most: int = 2000, count: Callable[[str], int] = len
+) -> list[TextPassage]:
+    """Split a page at headings and between blocks into passages of which `count` is at most `most`, without headings.
 
-    @property
-    def introduces(self) -> bool:
-        """Whether the next block belongs to this one, which is a term or ends with a colon."""
-        return self.is_term or self.text.endswith(":")
-
-
-def split_markdown(markdown: str) -> list[TextPassage]:
-    """Split a page between blocks at headings, definition terms and past `TARGET_CHARS`, not behind an introduction."""
+    A passage shorter than `least` goes on behind the next heading. One of `enough`, about what a question needs with
+    its context, ends unless its last block introduces the next one.
+    """
     passages: list[TextPassage] = []
-    headings: list[str] = []
-    blocks: list[_Block] = []
-    num_chars = 0  # in `blocks`
+    above: tuple[str, ...] = ()
+    blocks: list[str] = []
+    length = 0  # of `blocks`, which are the next passage below `above`
 
     def close() -> None:
-        if blocks:
-            passages.append(TextPassage(tuple(headings), tuple(block.text for block in blocks)))
-            blocks.clear()
+        nonlocal blocks, length
+        passages.extend([TextPassage(above, tuple(blocks))] if blocks else [])
+        blocks, length = [], 0
 
-    for block in _blocks(markdown.splitlines()):
-        if heading := block.is_heading and HEADING.match(block.text):
+    for headings, num_known, texts in _sections(_blocks(markdown.splitlines())):
+        pieces = [piece for text in texts for piece in _pieces(text, most, count)]
+        if blocks and length < least and length + count(pieces[0]) <= most:
+            blocks += [heading_path(headings[num_known:])] if num_known < len(headings) else []
+        else:
             close()
-            num_chars = 0
-            headings = [outer for outer in headings if outer.index(" ") < len(heading[1])]
-            text = block.text[heading.end() :].strip(HEADING_END)
-            headings += [f"{heading[1]} {text[:MAX_HEADING_CHARS]}"] if text else []
-            continue
-        if blocks and (num_chars >= TARGET_CHARS or block.is_term) and not blocks[-1].introduces:
-            close()
-            num_chars = 0
-        blocks.append(block)
-        num_chars += len(block.text)
+        for piece in pieces:
+            num_new = count(piece)
+            if length + num_new > most or (length >= enough and not blocks[-1].endswith(":")):
+                close()
+            above = above if blocks else headings
+            blocks += [text] if (text := piece.strip("\n").rstrip()) else []
+            length += num_new
     close()
     return passages
 
 
-def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
-    """Yield headings, fenced listings, and runs of lines between empty ones, in pieces where they are too long."""
+def heading_path(headings: Iterable[str]) -> str:
+    """Return headings on one line, without their signs and those of code."""
+    return " > ".join(heading.lstrip("#").lstrip().replace("`", "") for heading in headings)
+
+
+def _sections(blocks: Iterable[tuple[int, str]]) -> Iterator[tuple[tuple[str, ...], int, list[str]]]:
+    """Yield for each section the headings above, how many of them are above an earlier section too, and its texts.
+
+    A heading that is too long to be repeated is text, and so is one without text of its own.
+    """
+    path: list[tuple[int, str]] = []
+    num_known = 0
+    texts: list[str] = []
+    for level, text in (*blocks, (1, "")):
+        if not level:
+            texts += [] if is_blank(text) or RULE.fullmatch(text) else [text]
+            continue
+        if not texts and num_known < len(path) and path[-1][0] >= level:
+            texts.append(path.pop()[1])
+        if texts:
+            yield tuple(f"{'#' * above} {heading}" for above, heading in path), num_known, texts
+            texts, num_known = [], len(path)
+        path = [outer for outer in path if outer[0] < level]
+        num_known = min(num_known, len(path))
+        if len(text) > MAX_HEADING_CHARS:
+            texts.append(text)
+        elif text:
+            path.append((level, text))
+
+
+def _blocks(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield the level and text of headings, and 0 and the text of listings and of runs of lines between empty ones."""
     block: list[str] = []
     fence = ""
-    for line in lines:
-        if fence:
-            if line.strip() == fence:
-                while not block[-1].strip():
-                    block.pop()
-                fence = ""
+    for line in map(str.rstrip, lines):
+        if fence and line.strip() != fence:
             block.append(line)
-            if not fence:
-                yield from _pieces(block)
-                block = []
-        elif not line.strip() or HEADING.match(line) or FENCE.match(line):
-            # html2text puts four spaces under a term of a definition list.
-            yield from _pieces(block, is_term=len(block) == 1 and line == "    ")
+        elif fence:
+            code = "\n".join(block[1:]).strip("\n")
+            yield 0, f"{block[0]}\n{code}\n{line}"
+            block, fence = [], ""
+        elif not line or HEADING.match(line) or FENCE.match(line):
+            yield 0, "\n".join(block)
             opening = FENCE.match(line)
-            fence = opening[1] if opening else ""
-            block = [line] if opening else []
-            if HEADING.match(line):
-                yield _Block(line, is_heading=True)
+            block, fence = ([line], opening[1]) if opening else ([], "")
+            if heading := HEADING.match(line):
+                yield len(heading[0].rstrip()), line[heading.end() :].strip(HEADING_END)
         else:
             block.append(line)
-    yield from _pieces(block)
+    yield 0, "\n".join(block)
 
 
-def _pieces(lines: list[str], is_term: bool = False) -> Iterator[_Block]:
-    """Yield blocks of at most MAX_BLOCK_CHARS, the last a term if `is_term`; nothing for blank lines or a rule."""
-    piece: list[str] = []
-    num_chars = 0
-    for part in (part for line in lines for part in _fold(line)):
-        if piece and num_chars + len(part) > MAX_BLOCK_CHARS:
-            yield _Block("\n".join(piece))
-            piece, num_chars = [], 0
-        piece.append(part)
-        num_chars += len(part) + 1
-    text = "\n".join(piece).strip("\n")
-    if text.strip() and not RULE.fullmatch(text):
-        yield _Block(text, is_term)
-
-
-def _fold(line: str) -> Iterator[str]:
-    """Yield parts of a line of at most MAX_BLOCK_CHARS, cut between words if possible."""
-    begin = 0
-    while len(line) - begin > MAX_BLOCK_CHARS:
-        end = begin + MAX_BLOCK_CHARS
-        cut = line.rfind(" ", begin + MAX_BLOCK_CHARS // 2, end) + 1 or end
-        yield line[begin:cut]
-        begin = cut
-    yield line[begin:].rstrip()
+def _pieces(text: str, most: int, count: Callable[[str], int], level: int = 0) -> list[str]:
+    """Cut `text` at its best breaks into few pieces of which `count` is at most `most`, and which joined are `text`."""
+    if count(text) <= most:
+        return [text]
+    pieces: list[str] = []
+    length = most  # of the last piece; full at first
+    for part in BREAKS[level].split(text):
+        for piece in _pieces(part, most, count, level + 1):
+            num_new = count(piece)
+            if length + num_new <= most:
+                pieces[-1] += piece
+                length += num_new
+            else:
+                pieces.append(piece)
+                length = num_new
+    return pieces
 
 
 class _Letters(dict[int, str]):

@@ -42,6 +42,7 @@ TINY: dict[str, Any] = {
 
 INSTALL_VLLM = install_line("vllm")
 NEEDED = {
+    "crawl4ai": install_line("crawl"),
     "markdown_it": install_line("embed"),
     "sentence_transformers": install_line("embed"),
     "gguf": INSTALL,

@@ -6,7 +6,7 @@ their first letters: with the few documents of one query, that replaces a stemme
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from streamrag.core import Chunk
 from streamrag.core.text import TextPassage, relevant_terms, split_markdown, terms
@@ -37,12 +37,7 @@ class Relevance:
         """
         end = _end_of(text, max(MIN_READ_CHARS, 2 * max_chars))
         passages, ranked = self._ranked(text[:end])
-        kept: set[int] = set()
-        room = max_chars
-        for i in ranked:
-            if passages[i].num_chars <= room:
-                room -= passages[i].num_chars
-                kept.add(i)
+        kept = fitting(passages, ranked, max_chars)
         if not kept:
             return text[: max(max_chars, 0)], text[max(max_chars, 0) :]
         first, rest = ([p for i, p in enumerate(passages) if (i in kept) is is_kept] for is_kept in (True, False))
@@ -52,7 +47,7 @@ class Relevance:
         """Return the passages of a text, and their indices in order of relevance. The last result is cached."""
         if self._split[0] != text:
             passages = split_markdown(text)
-            scores = self._bm25([" ".join((*passage.headings, *passage.blocks)) for passage in passages])
+            scores = self._bm25(" ".join((*passage.headings, *passage.blocks)) for passage in passages)
             self._split = (text, passages, sorted(range(len(passages)), key=lambda i: -scores[i]))
         return self._split[1:]
 
@@ -64,27 +59,44 @@ class Relevance:
             return own
         scored = [chunk.text[: _end_of(chunk.text, MIN_READ_CHARS)] for chunk in chunks]
         passages = [(i, passage) for i, text in enumerate(scored) for passage in split_markdown(text)]
-        texts = [" ".join((chunks[i].title, *passage.headings, *passage.blocks)) for i, passage in passages]
+        texts = (" ".join((chunks[i].title, *passage.headings, *passage.blocks)) for i, passage in passages)
         best = [0.0] * len(chunks)
         for (i, _), score in zip(passages, self._bm25(texts), strict=True):
             best[i] = max(best[i], score)
         return best
 
-    def _bm25(self, texts: Sequence[str]) -> list[float]:
-        """Return each text's BM25 score for the question, with Lucene's weights (en.wikipedia.org/wiki/Okapi_BM25)."""
-        documents = [Counter(terms(text, _stem)) for text in texts]
-        lengths = [document.total() for document in documents]
-        mean = sum(lengths) / max(len(lengths), 1) or 1.0
-        wanted = set(self._wanted)
-        # Iterate over the terms of each document only: a question may have as many words as a document.
-        present_terms = [sorted(document.keys() & wanted) for document in documents]
-        num_with = Counter(term for present in present_terms for term in present)
-        weights = {term: math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for term, n in num_with.items()}
-        scores = []
-        for document, length, present in zip(documents, lengths, present_terms, strict=True):
-            norm = K1 * (1 - B + B * length / mean)
-            scores.append(sum(weights[t] * document[t] * (K1 + 1) / (document[t] + norm) for t in present))
-        return scores
+    def _bm25(self, texts: Iterable[str]) -> list[float]:
+        return bm25((terms(text, _stem) for text in texts), self._wanted)
+
+
+def bm25(documents: Iterable[Sequence[str]], query: Sequence[str]) -> list[float]:
+    """Return each document's score for `query`, both as terms, with Lucene's weights, which are never negative.
+
+    Source: https://lucene.apache.org/core/9_11_0/core/org/apache/lucene/search/similarities/BM25Similarity.html
+    """
+    counts = list(map(Counter, documents))
+    lengths = [count.total() for count in counts]
+    mean = sum(lengths) / max(len(lengths), 1) or 1.0
+    wanted = set(query)
+    # Iterate over the terms of each document only: a question may have as many words as a document.
+    present_terms = [sorted(count.keys() & wanted) for count in counts]
+    num_with = Counter(term for present in present_terms for term in present)
+    weights = {term: math.log(1 + (len(counts) - n + 0.5) / (n + 0.5)) for term, n in num_with.items()}
+    scores = []
+    for count, length, present in zip(counts, lengths, present_terms, strict=True):
+        norm = K1 * (1 - B + B * length / mean)
+        scores.append(sum(weights[t] * count[t] * (K1 + 1) / (count[t] + norm) for t in present))
+    return scores
+
+
+def fitting(passages: Sequence[TextPassage], ranked: Iterable[int], max_chars: int) -> set[int]:
+    """Return the indices of passages, taken by rank while they fit `max_chars`; too long ones are passed over."""
+    indices: set[int] = set()
+    for i in ranked:
+        if passages[i].num_chars <= max_chars:
+            max_chars -= passages[i].num_chars
+            indices.add(i)
+    return indices
 
 
 def _end_of(text: str, max_chars: int) -> int:

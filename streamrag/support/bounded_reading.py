@@ -23,7 +23,7 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 1 << 30  # decompressed bytes of a trace or a result
 MAX_SMALL_FILE_BYTES = 16 << 20  # bytes of a file that a person wrote, or of metadata
 MAX_LINE_BYTES = 16 << 20
-MARKS = codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
+MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16le", codecs.BOM_UTF16_BE: "utf-16be"}
 MAX_DEPTH = 32  # levels of lists and objects in JSON
 MAX_INTEGER = (1 << 63) - 1  # such as a time in nanoseconds; convertible to a float
 
@@ -133,7 +133,7 @@ class MarkedText:
                 self._beginning = block
                 return b""
             self._beginning = None
-            if block.startswith(MARKS[1:]):
+            if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 self._decoder = codecs.getincrementaldecoder("utf-16")()
             block = block.removeprefix(codecs.BOM_UTF8)
         return self._decoder.decode(block, is_last).encode() if self._decoder else block

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from streamrag.sources.workers.charsets import decode
+from streamrag.sources.documents.charsets import decode
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ async def test_a_missing_index_and_a_damaged_one_are_errors_of_start(index: Path
 
 
 async def test_a_missing_stemmer_is_named_with_its_install_line(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.index.packages.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install '\.\[embed\]'"):
         await HybridSource(built, embedder=EMBEDDER).start(lambda line: None)
 

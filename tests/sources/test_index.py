@@ -85,7 +85,7 @@ def test_an_index_is_built_from_a_folder_and_summed_up(tmp_path: Path) -> None:
     stored = [json.loads(line) for line in (out / "passages.jsonl").read_text().splitlines()]
     assert stored[-2:] == [
         {"uri": "page.html", "title": "A page", "passage": 0, "text": "Cats\n\npurr"},
-        {"uri": "sub/page.md", "title": "Dogs", "passage": 0, "text": "Dogs\n\nbark"},
+        {"uri": "sub/page.md", "title": "Dogs", "passage": 0, "text": "bark"},
     ]
     assert steps[:2] == [(0, 9, "reading"), (1, 9, "reading")]
     assert steps[-5:] == [
@@ -158,7 +158,7 @@ def test_a_missing_package_is_named_with_its_install_line(
     def find_spec(name: str) -> object:
         return None if name == package else object()
 
-    monkeypatch.setattr("streamrag.sources.index.packages.find_spec", find_spec)
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
     with pytest.raises(MissingDependencyError, match="pip install"):
         build_index(tmp_path, tmp_path / "index", kind="diskann")
 

@@ -137,7 +137,7 @@ async def test_an_index_of_either_kind_gets_its_source(built: Path, tmp_path: Pa
 
 def test_without_diskann_an_ivf_index_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = lambda name: None if name == "diskannpy" else object()  # noqa: E731
-    monkeypatch.setattr("streamrag.sources.index.packages.find_spec", find_spec)
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
     documents = write_documents(tmp_path / "documents", 3)
     assert build_index(documents, tmp_path / "index", embedder=EMBEDDER).kind == "ivf"
     with pytest.raises(MissingDependencyError, match=r"pip install --no-deps diskannpy.*--kind ivf"):
@@ -150,7 +150,7 @@ def test_without_any_index_library_the_one_for_every_platform_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_spec = lambda name: None if name in ("diskannpy", "faiss") else object()  # noqa: E731
-    monkeypatch.setattr("streamrag.sources.index.packages.find_spec", find_spec)
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
     with pytest.raises(MissingDependencyError, match=r"faiss-cpu is not installed.*pip install '\.\[embed\]'"):
         build_index(write_documents(tmp_path / "documents", 3), tmp_path / "index", embedder=EMBEDDER)
 
@@ -176,7 +176,7 @@ def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: s
 
 
 async def test_a_missing_package_is_named_with_its_install_line(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.index.packages.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"faiss-cpu .*pip install '\.\[embed\]'"):
         await IvfSource(built, embedder=EMBEDDER).start(lambda line: None)
 

@@ -5,10 +5,12 @@ from lxml import html as lxml_html
 
 pytest.importorskip("trafilatura")
 
-from streamrag.sources.pages import main_content
-from streamrag.sources.pages.prune import prune
+from streamrag.sources.documents import main_content
+from streamrag.sources.documents import prune as pruning
+from streamrag.sources.documents.reader import Content, ReadingLimits
 
 URL = "https://news.example/2026/penguins.html"
+LIMITS = ReadingLimits(max_cpu_s=10)
 
 PARAGRAPHS = [
     "The colony at the southern cape has grown by a third since the last count, researchers said on Tuesday.",
@@ -32,8 +34,12 @@ def news(inside: str = "", *, head: str = "<title>News</title>") -> str:
         <div class="site-footer">Subscribe to our newsletter, and never miss a story again.</div></body></html>"""
 
 
+def prune(url: str, page: str) -> Content:
+    return pruning.prune(url, page, LIMITS)
+
+
 def words(page: str) -> str:
-    body = lxml_html.document_fromstring(prune(URL, page).html).find("body")
+    body = lxml_html.document_fromstring(prune(URL, page).text).find("body")
     return " ".join(" ".join(body.itertext()).split())
 
 
@@ -48,18 +54,34 @@ def test_links_outside_the_article_are_still_followed() -> None:
 def test_a_heading_that_is_the_title_is_not_kept_twice() -> None:
     page = news(head="<title>Penguins return - The Daily News</title>")
     assert "Penguins return" not in words(page)
-    assert "<title>Penguins return - The Daily News</title>" in prune(URL, page).html
+    assert prune(URL, page).title == "Penguins return - The Daily News"
 
 
 def test_a_table_in_an_article_is_kept_as_a_table() -> None:
     table = "<table><tr><th>Year</th><th>Nests</th></tr><tr><td>2025</td><td>1,204</td></tr></table>"
-    found = lxml_html.document_fromstring(prune(URL, news(table)).html)
+    found = lxml_html.document_fromstring(prune(URL, news(table)).text)
     rows = [[cell.text_content() for cell in row] for row in found.iter("tr")]
     assert rows == [["Year", "Nests"], ["2025", "1,204"]]
 
 
+def test_the_terms_of_definitions_in_an_article_are_kept() -> None:
+    definitions = f"<dl><dt>Krill</dt><dt>Euphausiacea</dt><dd>{PARAGRAPHS[2]}</dd></dl>"
+    assert f"Krill Euphausiacea {PARAGRAPHS[2]}" in words(news(definitions).replace(f"<p>{PARAGRAPHS[2]}</p>", ""))
+
+
+@pytest.mark.parametrize("tag", ["main", "article", "section"])
+@pytest.mark.parametrize("after", ["", "<p>After", "after"])
+def test_a_page_that_omits_the_tags_of_head_and_body_is_read(tag: str, after: str) -> None:
+    page = prune(URL, f"<!doctype html><title>A page</title><{tag}><h1>Penguins</h1><p>They swim.</{tag}>{after}")
+    body = lxml_html.document_fromstring(page.text).find("body")
+    assert (
+        " ".join(" ".join(body.itertext()).split()).lower() == f"penguins they swim. {'after' if after else ''}".strip()
+    )
+    assert page.title == "A page"
+
+
 def test_line_breaks_in_an_article_stay() -> None:
-    page = prune(URL, news(f"<p>{PARAGRAPHS[0]} First.<br>Second.</p>")).html
+    page = prune(URL, news(f"<p>{PARAGRAPHS[0]} First.<br>Second.</p>")).text
     assert "First.<br>Second." in page
 
 
@@ -78,7 +100,7 @@ def test_the_main_element_of_a_page_with_code_is_taken_whole(begin: str, end: st
     if begin == "<article>":
         page = page.replace('<aside role="doc-footnote">A footnote.</aside>', "<p>A footnote.</p>")
     assert words(page) == f"Swimming Call swim() : {' '.join(LISTING.split())} cold bool krill Food. A footnote."
-    assert LISTING in prune(URL, page).html
+    assert LISTING in prune(URL, page).text
 
 
 def test_the_article_in_a_main_element_is_taken_if_it_has_all_code() -> None:
@@ -95,6 +117,23 @@ def test_every_listing_of_a_page_without_a_main_element_is_kept() -> None:
     found = words(page)
     assert [found.count(f"step({i})") for i in range(5)] == [2] * 5
     assert "Prev" not in found
+
+
+@pytest.mark.parametrize(("begin", "end"), [("<main>", "</main>"), ('<div role="main">', "</div>")])
+def test_a_table_of_contents_is_the_content_of_a_page(begin: str, end: str) -> None:
+    chapters = "".join(f"<li><a href='/{i}'>Chapter {i}: how penguins of kind {i} swim</a></li>" for i in range(20))
+    introduction = f"<h1>The book</h1><p>{PARAGRAPHS[0]}</p><p>{PARAGRAPHS[1]}</p><p>{PARAGRAPHS[2]}</p>"
+    found = words(f"<body>{OUTSIDE}{begin}{introduction}<div><ul>{chapters}</ul></div>{end}</body>")
+    assert found.startswith("The book The colony")
+    assert found.count("Chapter") == 20
+    assert "Another chapter of the guide" not in found
+
+
+def test_teasers_in_the_main_element_of_an_article_are_not_content() -> None:
+    page = (
+        news().replace('<div class="page">', '<main class="page">').replace("</ul></div></div>", "</ul></div></main>")
+    )
+    assert words(page) == " ".join(["Penguins return", *PARAGRAPHS])
 
 
 @pytest.mark.parametrize("page", ["<p>Hi</p>", "<ul><li><a href=/a>Guide</a><li><a href=/b>Reference</a></ul>"])
@@ -117,6 +156,24 @@ def test_running_out_of_memory_in_the_extractor_is_not_hidden(monkeypatch: pytes
     monkeypatch.setattr(main_content.trafilatura, "extract", fail)
     with pytest.raises(MemoryError):
         prune(URL, news())
+
+
+def test_headings_in_an_article_stay_with_the_text_under_them() -> None:
+    page = news(f"<h2>Nests</h2><p>{PARAGRAPHS[0][::-1]}</p><h3>Eggs</h3><p>{PARAGRAPHS[1][::-1]}</p>")
+    assert f"Nests {PARAGRAPHS[0][::-1]} Eggs {PARAGRAPHS[1][::-1]}" in words(page)
+
+
+def test_variation_selectors_in_a_page_are_kept_and_choose_no_other_article() -> None:
+    variants = "The name is spelled 葛\U000e0100 \U000e01ef\U000e01efand 葛\U000e0101"
+    found = words(news(f"<p>{PARAGRAPHS[0]} {variants}</p>"))
+    assert f"{PARAGRAPHS[0]} {variants}" in found
+    assert found.count(PARAGRAPHS[0]) == 2
+    assert "newsletter" not in found
+
+
+def test_a_repeated_sentence_beside_the_article_is_not_content() -> None:
+    page = news().replace(TEASERS, f"{TEASERS}<li class='teaser'><a href='/x'>{PARAGRAPHS[0]}</a></li>")
+    assert words(page).count(PARAGRAPHS[0]) == 1
 
 
 def test_a_page_in_chinese_is_kept_without_its_menu() -> None:

@@ -16,10 +16,11 @@ from website import Website
 
 from streamrag.errors import ConfigurationError, UnsafeUrlError
 from streamrag.sources.crawl.page_reader import SITEMAPS
+from streamrag.sources.documents.reader import Content
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.http.page import PAGES, ContentRules, Page, UnusablePageError
 from streamrag.sources.http.page_cache import PageCache
-from streamrag.sources.pages.page_content import JSON, PageContent
+from streamrag.sources.pages.page_content import CONTENT
 
 pytest.importorskip("hishel")
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -337,6 +338,6 @@ WRONG_LINKS = b'{"url": "u", "title": "t", "text": "x", "links": %s, "is_cut": f
 )
 def test_malformed_page_content_is_refused(kept: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (pydantic's own)
-        JSON.validate_json(kept)
-    content = PageContent("http://a.example/", "T", "text", {"http://b.example/": "B"}, False)
-    assert JSON.validate_json(JSON.dump_json(content)) == content
+        CONTENT.validate_json(kept)
+    content = Content("T", "text", links={"http://b.example/": "B"})
+    assert CONTENT.validate_json(CONTENT.dump_json(content)) == content

@@ -211,7 +211,7 @@ async def test_a_page_with_nothing_relevant_still_has_links(cleaner: WorkerPool)
 
 
 async def test_a_word_of_every_passage_does_not_turn_the_ranking_around(cleaner: WorkerPool) -> None:
-    """rank-bm25 alone gives such words a negative weight, and the best passage the least score."""
+    """Okapi's own formula gives such words a negative weight, and the best passage the least score."""
     sections = ["Task, and more of other things.", "Task task task.", "About a task, with many other words around it."]
     page = "".join(f"<h2>{i}</h2><p>{section}</p>" for i, section in enumerate(sections))
     answer = await clean(cleaner, page, "task", max_chars=30)

@@ -9,8 +9,10 @@ import pypdf
 import pytest
 from pypdf.generic import DecodedStreamObject, NameObject, NumberObject
 
-from streamrag.sources.workers import pdf as pdf_module
-from streamrag.sources.workers.pdf import PdfText, UnusablePdfError, _paragraphs, pdf_worker, read_pdf
+from streamrag.sources.documents import file_worker as file_worker_module
+from streamrag.sources.documents.file_worker import LIMITS, file_worker
+from streamrag.sources.documents.pdf import _paragraphs, read_pdf
+from streamrag.sources.documents.reader import Content, ReadingLimits, UnreadableError
 
 SENTENCE = "Penguins swim with their wings, and steer with their feet. "
 
@@ -25,8 +27,8 @@ def pdf(*pages: str, title: str = "Penguins") -> bytes:
     return bytes(document.output())
 
 
-def read(body: bytes, max_chars: int = 100_000, max_cpu_s: float = 30.0) -> PdfText:
-    return read_pdf(body, max_chars=max_chars, max_cpu_s=max_cpu_s)
+def read(body: bytes, **limits: float) -> Content:
+    return read_pdf(body, ReadingLimits(**{"max_cpu_s": 30.0, "max_chars": 100_000, **limits}))  # type: ignore[arg-type]
 
 
 def changed(body: bytes, change: Callable[[pypdf.PdfWriter], object]) -> bytes:
@@ -67,8 +69,8 @@ def test_text_pages_and_time_are_bounded_and_what_was_read_is_kept() -> None:
     assert "Page 1." in short.text
     assert "Page 5." not in short.text
     out_of_time = read(pdf(*pages), max_cpu_s=0.0)
-    assert out_of_time == PdfText("Penguins", "", "all after page 0, because it is too long")
-    few = read_pdf(pdf(*pages), max_chars=100_000, max_cpu_s=30.0, max_pages=2)
+    assert out_of_time == Content("Penguins", "", "all after page 0, because it is too long")
+    few = read(pdf(*pages), max_pdf_pages=2)
     assert few.left_out == "all after page 2, because it is too long"
     assert "Page 1." in few.text
     assert "Page 2." not in few.text
@@ -78,24 +80,24 @@ def test_text_pages_and_time_are_bounded_and_what_was_read_is_kept() -> None:
 def test_encryption_with_an_empty_password_is_none_and_any_other_is_refused(algorithm: str) -> None:
     body = pdf("Penguins swim.")
     assert read(changed(body, lambda writer: writer.encrypt("", "owner", algorithm=algorithm))).text == "Penguins swim."
-    with pytest.raises(UnusablePdfError, match="it is a PDF that needs a password"):
+    with pytest.raises(UnreadableError, match="it is a PDF that needs a password"):
         read(changed(body, lambda writer: writer.encrypt("secret", algorithm=algorithm)))
 
 
 def test_a_damaged_file_is_refused_or_read_as_far_as_it_goes() -> None:
-    """Cut anywhere, with bytes turned anywhere: nothing else ever comes out than a document or an UnusablePdfError."""
+    """Cut anywhere, with bytes turned anywhere: nothing else ever comes out than a document or an UnreadableError."""
     body = pdf("Penguins swim.", SENTENCE * 9)
     num_refused = 0
     for number in range(0, len(body), len(body) // 60):
         for damaged in (body[:number], body[:number] + bytes(9) + body[number + 9 :], body[number:]):
             try:
-                assert isinstance(read(damaged), PdfText)
-            except UnusablePdfError:
+                assert isinstance(read(damaged), Content)
+            except UnreadableError:
                 num_refused += 1
     assert num_refused > 30
     for text in (b"", b"%PDF", b"%PDF-1.7\n%%EOF", b"<html>", b"%PDF-1.7\n" + b"[" * 100_000):
         with pytest.raises(
-            UnusablePdfError, match="it is a damaged PDF" if text.startswith(b"%PDF-") else "it is no PDF"
+            UnreadableError, match="it is a damaged PDF" if text.startswith(b"%PDF-") else "it is no PDF"
         ):
             read(text)
 
@@ -106,7 +108,7 @@ def test_a_title_that_leads_round_in_a_circle_is_none_and_the_text_is_read() -> 
         writer._objects[title.idnum - 1] = title
         writer._info[NameObject("/Title")] = title  # type: ignore[index]
 
-    assert read(changed(pdf("Penguins swim."), turn_round)) == PdfText("", "Penguins swim.", "")
+    assert read(changed(pdf("Penguins swim."), turn_round)) == Content("", "Penguins swim.", "")
 
 
 def with_content(content: bytes, num_deflated: int = 1) -> bytes:
@@ -129,7 +131,7 @@ def with_content(content: bytes, num_deflated: int = 1) -> bytes:
 def test_a_decompression_bomb_is_refused(num_deflated: int) -> None:
     bomb = with_content(bytes(80 << 20), num_deflated)
     assert len(bomb) < 1 << 20
-    with pytest.raises(UnusablePdfError, match="none of its pages can be read"):
+    with pytest.raises(UnreadableError, match="none of its pages can be read"):
         read(bomb)
 
 
@@ -139,7 +141,7 @@ def test_a_page_tree_that_is_a_circle_ends() -> None:
         tree.get_object()["/Kids"].append(writer._root_object.raw_get("/Pages"))  # type: ignore[union-attr,index]
         tree.get_object()[NameObject("/Count")] = NumberObject(1_000_000_000)  # type: ignore[index]
 
-    with pytest.raises(UnusablePdfError, match="it is a damaged PDF"):
+    with pytest.raises(UnreadableError, match="it is a damaged PDF"):
         read(changed(pdf("x"), turn_round))
 
 
@@ -152,30 +154,31 @@ def endless_content() -> bytes:
 
 
 def test_a_worker_reads_files_one_after_another_and_says_why_one_has_no_text() -> None:
-    with pdf_worker() as read_pdf:
+    with file_worker() as read_file:
         for body, reason in (
             (b"<html>", "it is no PDF"),
             (changed(pdf("x"), lambda writer: writer.encrypt("secret")), "it is a PDF that needs a password"),
             (with_content(bytes(80 << 20)), "none of its pages can be read"),
         ):
-            with pytest.raises(UnusablePdfError, match=reason):
-                read_pdf(body)
-        assert read_pdf(pdf("Penguins swim.", title=" of  the\nsea ")) == PdfText("of the sea", "Penguins swim.", "")
+            with pytest.raises(UnreadableError, match=reason):
+                read_file(body, "pdf")
+        swim = pdf("Penguins swim.", title=" of  the\nsea ")
+        assert read_file(swim, "pdf") == Content("of the sea", "Penguins swim.", "")
 
 
 @pytest.mark.parametrize(
     ("limit", "value", "reason"),
     [
-        ("MAX_FILE_CPU_S", 0.5, "reading it takes more computing time than 0.5 s"),
-        ("MAX_FILE_BYTES", 32 << 20, "reading it takes more memory than 32 MiB"),
+        ("LIMITS", LIMITS._replace(max_cpu_s=0.5), "reading it takes more computing time than 0.5 s"),
+        ("MAX_BYTES", 32 << 20, "reading it takes more memory than 32 MiB"),
     ],
 )
 def test_a_file_that_takes_too_much_is_refused_and_the_next_one_is_read(
-    limit: str, value: float, reason: str, monkeypatch: pytest.MonkeyPatch
+    limit: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = endless_content()
-    monkeypatch.setattr(pdf_module, limit, value)
-    with pdf_worker() as read_pdf:
-        with pytest.raises(UnusablePdfError, match=reason):
-            read_pdf(body)
-        assert read_pdf(pdf("Penguins swim.")).text == "Penguins swim."
+    monkeypatch.setattr(file_worker_module, limit, value)
+    with file_worker() as read_file:
+        with pytest.raises(UnreadableError, match=reason):
+            read_file(body, "pdf")
+        assert read_file(pdf("Penguins swim."), "pdf").text == "Penguins swim."

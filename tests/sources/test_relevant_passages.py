@@ -4,17 +4,13 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from streamrag.core.text import MAX_BLOCK_CHARS, TextPassage, relevant_terms, split_markdown, terms
+from streamrag.core.text import TextPassage, relevant_terms, split_markdown, terms
 from streamrag.sources.pages.relevant_passages import MAX_STEMS, assemble, relevant_stems, select
-
-
-def count(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[float]:
-    return [sum(document.count(term) for term in query) for document in documents]
 
 
 def chosen(blocks: Sequence[str], query: str, *, title: str = "", max_chars: int = 10_000) -> list[str]:
     passages = [TextPassage((), (block,)) for block in blocks]
-    found = select(passages, query, title=title, max_chars=max_chars, score=count)
+    found = select(passages, query, title=title, max_chars=max_chars)
     return [passage.blocks[0] for passage in found]
 
 
@@ -38,9 +34,6 @@ def test_paragraphs_make_a_passage_until_it_is_long_enough() -> None:
 def test_a_line_that_introduces_a_block_stays_with_it() -> None:
     passages = split_markdown("\n\n".join(["x" * 700 + ":", "code", "next"]))
     assert [passage.blocks for passage in passages] == [("x" * 700 + ":", "code"), ("next",)]
-    definitions = "first()\n    \n\nwhat it does\n\nsecond()\n    \n\nwhat that does"
-    passages = split_markdown(definitions)
-    assert [passage.blocks for passage in passages] == [("first()", "what it does"), ("second()", "what that does")]
 
 
 @pytest.mark.parametrize("fence", ["```", "~~~", "  ```"])
@@ -52,21 +45,83 @@ def test_a_code_listing_is_one_block(fence: str) -> None:
 
 def test_unclosed_or_empty_markdown_is_split_without_trouble() -> None:
     assert split_markdown("") == []
-    assert split_markdown("# only a heading\n\n* * *\n---\n") == []
+    assert split_markdown("* * *\n---\n\n\u200b\n#######\n") == []
     assert split_markdown("```\nnever closed")[0].blocks == ("```\nnever closed",)
 
 
 def test_a_block_that_is_too_long_is_cut_between_words() -> None:
     page = " ".join(["word"] * 2000) + "\n" + "x" * 5000
     blocks = [block for passage in split_markdown(page) for block in passage.blocks]
-    assert all(len(block) <= MAX_BLOCK_CHARS for block in blocks)
-    assert "".join(blocks).replace("\n", "") == page.replace("\n", "")
-    assert blocks[0].endswith("word ") or blocks[0].endswith("word")
+    assert all(len(block) <= 2000 for block in blocks)
+    assert "".join("".join(blocks).split()) == "".join(page.split())
+    assert blocks[0].endswith("word")
 
 
-def test_a_heading_that_is_too_long_is_cut() -> None:
-    [passage] = split_markdown("# " + "x" * 1000 + "\n\ntext")
-    assert passage.headings == ("# " + "x" * 200,)
+def test_a_heading_that_is_too_long_to_be_repeated_is_text() -> None:
+    passages = split_markdown("# Top\n## Short\na\n## " + "x" * 350 + "\n\ntext")
+    assert [(passage.headings, passage.blocks) for passage in passages] == [
+        (("# Top", "## Short"), ("a",)),
+        (("# Top",), ("x" * 350, "text")),
+    ]
+
+
+def test_a_short_passage_goes_on_behind_the_next_heading() -> None:
+    page = "# Top\n## One\na\n## Two\n### Three\nb\n\n" + "c" * 30 + "\n## Four\n" + "d" * 50
+    passages = split_markdown(page, least=10, enough=40, most=60)
+    assert [(passage.headings, passage.blocks) for passage in passages] == [
+        (("# Top", "## One"), ("a", "Two > Three", "b", "c" * 30)),
+        (("# Top", "## Four"), ("d" * 50,)),
+    ]
+
+
+def test_a_heading_without_text_of_its_own_is_text() -> None:
+    page = "# Book\n## Empty\n## Full\n### Inner\na\n# Next book\n"
+    assert [(passage.headings, passage.blocks) for passage in split_markdown(page)] == [
+        (("# Book",), ("Empty",)),
+        (("# Book", "## Full", "### Inner"), ("a",)),
+        ((), ("Next book",)),
+    ]
+
+
+def test_terms_are_headings_of_their_definitions_until_the_list_ends() -> None:
+    page = """# Tasks
+####### run(main), run(main, *, debug)
+
+It runs.
+
+######## Raises
+
+An error.
+
+########
+
+It ends.
+
+#######
+
+After the list."""
+    terms = "####### run(main), run(main, *, debug)"
+    assert [(passage.headings, passage.blocks) for passage in split_markdown(page)] == [
+        (("# Tasks", terms), ("It runs.",)),
+        (("# Tasks", terms, "######## Raises"), ("An error.",)),
+        (("# Tasks", terms), ("It ends.",)),
+        (("# Tasks",), ("After the list.",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["word " * 1000, "word. " * 500, "line\n" * 1000, "漢" * 1000, "x" * 5000, "a b\n" * 99]
+)
+def test_no_word_is_lost_and_no_passage_is_too_long(text: str) -> None:
+    passages = split_markdown(text, enough=100, most=100)
+    assert "".join("".join("".join(passage.blocks) for passage in passages).split()) == "".join(text.split())
+    assert all(len(block) <= 100 for passage in passages for block in passage.blocks)
+    assert len(passages) <= 2 * len(text) // 100 + 1
+
+
+def test_a_long_paragraph_breaks_after_sentences() -> None:
+    passages = split_markdown("This sentence has six words. " * 30, enough=150, most=150)
+    assert all(passage.blocks[-1].endswith("words.") for passage in passages)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +161,7 @@ def test_stemming_only_words_that_begin_like_the_querys_chooses_the_same() -> No
         "a",
         "yield 2 values",
     ):
-        options = {"title": "Topics", "max_chars": 8000, "score": count}
+        options = {"title": "Topics", "max_chars": 8000}
         wanted = select(passages, query, stem=stem, **options)  # type: ignore[arg-type]
         assert wanted
         assert select(passages, query, stem=relevant_stems(query, stem), **options) == wanted  # type: ignore[arg-type]
@@ -144,11 +199,12 @@ def test_a_page_with_few_of_the_querys_words_is_not_relevant() -> None:
 def test_the_title_and_headings_count() -> None:
     assert chosen(["cancel it"], "cancel all task groups now", title="Task groups") == ["cancel it"]
     passages = [TextPassage(("# Task groups",), ("cancel it",))]
-    assert select(passages, "cancel task groups", title="", max_chars=100, score=count) == passages
+    assert select(passages, "cancel task groups", title="", max_chars=100) == passages
 
 
 def test_passages_far_below_the_best_are_left_out() -> None:
-    assert chosen(["task " * 9, "task", "task " * 3], "task") == ["task " * 9, "task " * 3]
+    blocks = ["task " * 9, "task" + " other" * 90, "task " * 3]
+    assert chosen(blocks, "task") == [blocks[0], blocks[2]]
 
 
 def test_a_query_without_words_takes_the_beginning() -> None:

@@ -126,7 +126,7 @@ def test_a_name_is_one_of_the_hub() -> None:
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.index.packages.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
         find_reranker("late-interaction", TOY)
     assert find_reranker("toy_reranker:backwards", TOY).kind == "function"

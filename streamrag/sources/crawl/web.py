@@ -18,6 +18,7 @@ from streamrag.sources.crawl.crawl import Crawl
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader, SharedState
 from streamrag.sources.crawl.start_urls import StartUrlList, StartUrls
+from streamrag.sources.documents.reader import crawl4ai_env
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.http.page_cache import PageCache
 from streamrag.sources.http.politeness import Hosts
@@ -31,7 +32,7 @@ from streamrag.support.validation import validated
 NUM_FETCHES_PER_HOST = 4  # concurrent requests to one host, for all queries; a crawler's usual courtesy
 MAX_LOOKUPS = 32  # names that all crawls together resolve concurrently; an unanswered one holds a thread for 30 s
 MAX_ROBOTS = 4  # robots.txt files that are parsed concurrently
-PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "rensa", "tenacity", "trafilatura", "webencodings")
+PACKAGES = ("crawl4ai", "hishel", "protego", "pypdf", "rensa", "tenacity", "trafilatura", "webencodings")
 SCRATCH = "crawl"
 
 CLEANER = "streamrag.sources.pages.page_cleaner:PageCleaner"
@@ -98,14 +99,9 @@ class WebSource:
             self._ssl_context = await asyncio.to_thread(self._prepare)
             scratch = ScratchFolder(SCRATCH)
             self._resources.push_async_callback(asyncio.to_thread, scratch.remove)
-            env = {
-                "CRAWL4_AI_BASE_DIRECTORY": str(scratch.path),  # instead of ~/.crawl4ai
-                "CRAWL4AI_NO_CLOUD_NOTICE": "1",
-                "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # instead of downloading a price list
-            }
             options = {name: getattr(self._options, name) for name in CLEANER_OPTIONS}
             size = self._options.num_workers
-            self._workers = WorkerPool(CLEANER, options, size=size, name="crawl worker", env=env)
+            self._workers = WorkerPool(CLEANER, options, size=size, name="crawl worker", env=crawl4ai_env(scratch.path))
             self._resources.push_async_callback(self._workers.aclose)
             await self._workers.start()
         except BaseException as error:

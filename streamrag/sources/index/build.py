@@ -10,12 +10,12 @@ from typing import Annotated
 from pydantic import Field
 
 from streamrag.errors import ConfigurationError, IndexExistsError
+from streamrag.sources.documents.file_worker import file_worker
 from streamrag.sources.index.document_passages import OnProgress, find_documents, read_documents
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER, find_embedder
 from streamrag.sources.index.generation import Generation, IndexSummary
 from streamrag.sources.index.index_folder import IndexKind, StoredPassage, looks_like_index
 from streamrag.sources.index.packages import LIBRARIES, is_installed, require_package
-from streamrag.sources.workers.pdf import pdf_worker
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import Count, validated
 
@@ -94,8 +94,8 @@ def read_passages_of(folder: Path, paths: list[Path], generation: Generation) ->
         generation.report(num_done, len(paths), "reading")
 
     words = generation.passage_words
-    with pdf_worker() as read_pdf:
-        for document, passages in read_documents(folder, paths, generation.skipped, words, report, read_pdf):
-            for number, text in enumerate(passages):
+    with file_worker() as read:
+        for document in read_documents(folder, paths, generation.skipped, words, report, read):
+            for number, text in enumerate(document.passages):
                 yield {"uri": document.uri, "title": document.title, "passage": number, "text": text}
     report(len(paths))

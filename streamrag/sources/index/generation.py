@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from streamrag.errors import VectorIndexError, WorkerError
+from streamrag.errors import VectorIndexError, WorkerError, distribution_of
 from streamrag.sources.index.build_worker import IndexBuilder
 from streamrag.sources.index.document_passages import OnProgress, nothing_to_index
 from streamrag.sources.index.embedder import ModelPlace
@@ -32,7 +32,7 @@ from streamrag.sources.index.index_folder import (
     passage_line,
 )
 from streamrag.sources.index.keywords import write_keywords
-from streamrag.sources.index.packages import LIBRARIES, PACKAGES
+from streamrag.sources.index.packages import LIBRARIES
 from streamrag.sources.index.worker_jobs import explain, new_pool
 from streamrag.sources.workers.pool import WorkerJobError, WorkerPool
 from streamrag.support.clock import Clock
@@ -130,7 +130,7 @@ class Generation:
         """Remove the files of reusable embeddings; write and return a manifest of the others with their hashes."""
         for name in EMBEDDINGS:
             (unfinished / name).unlink()
-        library, _ = PACKAGES[LIBRARIES[self.kind]]
+        library = distribution_of(LIBRARIES[self.kind])
         manifest = Manifest(
             kind=self.kind,
             created=datetime.now(UTC),

@@ -1,4 +1,4 @@
-"""The content of a page, which workers cache on disk, and their answers, validated by the process that gets them."""
+"""The answers of crawl workers, validated by the process that gets them, and the content that they cache on disk."""
 
 import functools
 from dataclasses import dataclass, field
@@ -7,19 +7,8 @@ from importlib.metadata import version
 from pydantic import TypeAdapter
 
 from streamrag.core.text import TextPassage
+from streamrag.sources.documents.reader import Content
 from streamrag.support.versions import __version__
-
-
-@dataclass(frozen=True, slots=True)
-class PageContent:
-    """A page without navigation and the like, independent of the query."""
-
-    url: str  # URL after redirects
-    title: str
-    text: str  # Markdown, or plain text
-    links: dict[str, str]  # link texts by URL
-    is_cut: bool  # whether the page was truncated
-    forwards: list[str] = field(default_factory=list)  # URLs to which the page sends its reader on
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +34,7 @@ class SitemapUrls:
     no_sitemap: str = ""  # what the file is instead of a sitemap, or empty
 
 
-JSON = TypeAdapter(PageContent)
+CONTENT = TypeAdapter(Content)
 PAGE_ANSWER = TypeAdapter(CleanedPage)
 SITEMAP_ANSWER = TypeAdapter(SitemapUrls)
 
@@ -54,4 +43,4 @@ SITEMAP_ANSWER = TypeAdapter(SitemapUrls)
 def content_version() -> str:
     """Return the versions that content depends on; cached content of other versions is not used."""
     packages = " ".join(f"{name} {version(name)}" for name in ("crawl4ai", "trafilatura", "pypdf"))
-    return f"cleaned 4 streamrag {__version__} {packages}"
+    return f"cleaned 5 streamrag {__version__} {packages}"

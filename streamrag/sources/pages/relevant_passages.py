@@ -9,10 +9,10 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from streamrag.core.text import Stem, TextPassage, relevant_terms, terms, words
+from streamrag.query.relevance import bm25, fitting
 
 MAX_STEMS = 10_000  # distinct words of a page to stem: takes half a second, and is enough for a book
 MIN_REPEATED_CHARS = 40  # shorter paragraphs ("Example:") may be repeated
@@ -21,9 +21,6 @@ MIN_SCORE = 0.25  # share of the page's best score; below, passages share little
 MAX_TERMS_REQUIRED = 3
 MAX_LINKS = 500
 MAX_LINKS_CHARS = 50_000  # characters of all links together, whose parsing must not block the caller's event loop
-
-ScoreDocuments: TypeAlias = Callable[[Sequence[Sequence[str]], Sequence[str]], Sequence[float]]
-"""A function from documents, as terms, and the query's terms to one score per document."""
 
 
 def relevant_stems(query: str, stem: Stem) -> Stem:
@@ -51,44 +48,26 @@ def _beginning(word: str) -> str:
 
 
 def select(
-    passages: Sequence[TextPassage],
-    query: str,
-    *,
-    title: str,
-    max_chars: int,
-    score: ScoreDocuments,
-    stem: Stem = str,
+    passages: Sequence[TextPassage], query: str, *, title: str, max_chars: int, stem: Stem = str
 ) -> list[TextPassage]:
     """Return the best passages for `query`, with at most `max_chars` together, in page order.
 
-    A passage needs at least `MIN_SCORE` of the page's best score.
-
-    Some passage, with its headings and the page's title, must have half of the query's terms (at most three);
-    otherwise no passage is relevant. For a query without words, such as an emoji, return the page's beginning.
+    A passage needs at least `MIN_SCORE` of the page's best score. Some passage, with its headings and the page's title,
+    must have half of the query's terms (at most three); otherwise no passage is relevant. For a query without words,
+    such as an emoji, return the page's beginning.
     """
-    wanted = relevant_terms(query, stem)
-    if not wanted:
-        return _take_fitting(passages, range(len(passages)), max_chars)
-    documents = [terms(" ".join((*passage.headings, *passage.blocks)), stem) for passage in passages]
-    in_title = set(terms(title, stem))
-    required = min(MAX_TERMS_REQUIRED, math.ceil(len(wanted) / 2))
-    coverage = (sum(term in document or term in in_title for term in wanted) for document in map(set, documents))
-    if max(coverage, default=0) < required:
-        return []
-    scores = score(documents, wanted)
-    least = MIN_SCORE * max(scores)
-    ranked = sorted(range(len(passages)), key=lambda i: -scores[i])
-    return _take_fitting(passages, (i for i in ranked if scores[i] > 0 and scores[i] >= least), max_chars)
-
-
-def _take_fitting(passages: Sequence[TextPassage], ranked: Iterable[int], max_chars: int) -> list[TextPassage]:
-    """Return passages in page order, taken by rank while they fit `max_chars`; too long ones are passed over."""
-    indices: list[int] = []
-    for i in ranked:
-        if passages[i].num_chars <= max_chars:
-            max_chars -= passages[i].num_chars
-            indices.append(i)
-    return [passages[i] for i in sorted(indices)]
+    ranked: Sequence[int] = range(len(passages))
+    if wanted := relevant_terms(query, stem):
+        documents = [terms(" ".join((*passage.headings, *passage.blocks)), stem) for passage in passages]
+        in_title = set(terms(title, stem))
+        required = min(MAX_TERMS_REQUIRED, math.ceil(len(wanted) / 2))
+        coverage = (sum(term in document or term in in_title for term in wanted) for document in map(set, documents))
+        if max(coverage, default=0) < required:
+            return []
+        scores = bm25(documents, wanted)
+        least = MIN_SCORE * max(scores)
+        ranked = sorted((i for i in ranked if 0 < scores[i] >= least), key=lambda i: -scores[i])
+    return [passages[i] for i in sorted(fitting(passages, ranked, max_chars))]
 
 
 def rank_links(links: Mapping[str, str], query: str, stem: Stem, *, min_matches: int = 0) -> list[str]:

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 from lxml import etree
 
 from streamrag.core.text import Stem
+from streamrag.sources.documents.charsets import decode, marked_encoding
+from streamrag.sources.documents.prune import NO_PAGE
 from streamrag.sources.http.urls import normalize_url
 from streamrag.sources.pages.page_content import SitemapUrls
-from streamrag.sources.pages.prune import NO_PAGE
 from streamrag.sources.pages.relevant_passages import rank_links, relevant_stems
-from streamrag.sources.workers.charsets import decode, marked_encoding
 
 MAX_SITEMAP_BYTES = 16 << 20  # decompressed bytes that are read
 MAX_ADDRESSES = 50_000  # URLs in one sitemap; the protocol allows no more

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrag.sources.documents.file_worker import file_worker
+from streamrag.sources.documents.reader import Read
 from streamrag.sources.index.build import PassageWords, refuse_event_loop
 from streamrag.sources.index.document_passages import OnProgress, find_documents, nothing_to_index, read_documents
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.index.embedder_pool import NUM_BUILD_THREADS, EmbedderPool
 from streamrag.sources.postgres.arguments import TableName, require_psycopg, storable, table_parts
-from streamrag.sources.workers.pdf import ReadPdf, pdf_worker
 from streamrag.support.clock import monotonic
 from streamrag.support.validation import Count, validated
 
@@ -85,8 +86,8 @@ def build_table(
     report = on_progress or (lambda done, total, step: None)
     build = _Build(Path(folder).resolve(), passage_words, max_file_bytes, report)
     pool = EmbedderPool(embedder, size=1, num_threads=NUM_BUILD_THREADS)
-    with pdf_worker() as read_pdf:
-        writer = asyncio.run(build.run(dsn, table_parts(table), words, pool, prune, read_pdf))
+    with file_worker() as read:
+        writer = asyncio.run(build.run(dsn, table_parts(table), words, pool, prune, read))
     return build.summary(writer, monotonic() - started_s)
 
 
@@ -101,7 +102,7 @@ class _Build:
         self._digests: set[bytes] = set()
 
     async def run(
-        self, dsn: str, parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool, read_pdf: ReadPdf
+        self, dsn: str, parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool, read: Read
     ) -> "TableWriter":
         """Lock, fill, perhaps prune, and index the table; return the writer with its counts. Translates driver errors.
 
@@ -117,7 +118,7 @@ class _Build:
         def report(num_done: int) -> None:
             self._report(num_done, len(self._paths), "filling")
 
-        documents = read_documents(self.folder, self._paths, self.skipped, self._passage_words, report, read_pdf)
+        documents = read_documents(self.folder, self._paths, self.skipped, self._passage_words, report, read)
         try:
             async with AsyncExitStack() as stack:
                 connection = await stack.enter_async_context(await address.connect(autocommit=True))
@@ -125,10 +126,10 @@ class _Build:
                 await writer.lock()
                 stack.push_async_callback(pool.aclose)
                 await writer.make_table(await pool.start(), words)
-                while item := await asyncio.to_thread(next, documents, None):
-                    document, passages = item
+                while document := await asyncio.to_thread(next, documents, None):
                     self.uris.append(storable(document.uri))
-                    await writer.add(pool, self.uris[-1], storable(document.title), self._new_passages(passages))
+                    passages = self._new_passages(document.passages)
+                    await writer.add(pool, self.uris[-1], storable(document.title), passages)
                 await writer.flush(pool)
                 report(len(self._paths))
                 if prune and self.uris:

@@ -6,7 +6,8 @@ Source: https://encoding.spec.whatwg.org, whose table of labels says, for instan
 import codecs
 import re
 
-MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16le", b"\xfe\xff": "utf-16be"}
+from streamrag.support.bounded_reading import MARKS
+
 NUM_DECLARING_BYTES = 4096  # bytes at the beginning in which a declaration is looked for; browsers read 1024
 CODECS = {"gbk": "gb18030", "euc-jp": "euc_jis_2004", "iso-2022-jp": "iso2022_jp_ext"}
 """Python's codecs for encodings of which its codec of the same name lacks characters. For the others, webencodings

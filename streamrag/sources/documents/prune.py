@@ -5,17 +5,17 @@ Takes time linear in the page's length, because pages may be hostile.
 
 import itertools
 import re
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from lxml import etree
 from lxml import html as lxml_html
 
+from streamrag.core.text import is_blank
+from streamrag.sources.documents.main_content import DROPPED, HEADINGS, keep_main_content
+from streamrag.sources.documents.reader import TOO_LONG, Content, ReadingLimits
 from streamrag.sources.http.urls import MAX_URL_CHARS, normalize_url
-from streamrag.sources.pages.main_content import DROPPED, keep_main_content
 
-MAX_ELEMENTS = 30_000  # elements of a page that are read; crawl4ai takes a second or two for them
-MAX_CONTENT_CHARS = 1_000_000  # characters of a page's pruned HTML, or of its text, that are read
 MAX_ANCHORS = 10_000
 MAX_FORWARDS = 10  # frames of a page that are followed
 MAX_REFRESH_S = 30.0  # a page that refreshes later is there to be read
@@ -24,10 +24,15 @@ REFRESH = re.compile(
 )
 MAX_LINK_ELEMENTS = 20  # elements within a link that are read for its text, as links can be nested
 NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture", "nav", "footer", "button", "select"}
-NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link"}
+NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link", "meta", "title"}
 """Not `form`, which on some sites contains the whole page."""
 
-EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that have a meaning without text
+EMPTY = ".//*[self::dt or self::li or self::pre or self::h1 or self::h2 or self::h3][not(normalize-space())]"
+"""Elements of which crawl4ai would write a sign for nothing."""
+
+INLINE_CODE = ".//code[not(ancestor::pre or .//pre)]//text()[contains(., '  ') or contains(., '\n')]"
+"""Text in which white space is one space, as browsers show it; crawl4ai would keep it."""
+
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
 
 CONTENT_ATTRIBUTES = {"class", "id", "itemprop", "role", "style"}  # what extractors choose content by
@@ -40,41 +45,43 @@ NO_PAGE = re.compile(
 )
 
 
-class PrunedPage(NamedTuple):
-    html: str
-    links: dict[str, str]  # link texts by URL, for the whole page; links in the content come first
-    is_cut: bool  # whether the page was truncated
-    forwards: list[str]  # URLs of a `meta` refresh and of frames
-    frame: str  # URL of the only `iframe`, which is the page if nothing else has text; "" if there is none
+def prune(url: str, html: str, limits: ReadingLimits) -> Content:
+    """Return the main content of a page, as HTML, and the links to pages in the whole page.
 
-
-def prune(url: str, html: str) -> PrunedPage:
-    """Return the page's main content as HTML, the links to pages in the whole page, and whether it was truncated.
-
-    The HTML keeps no attributes but those of `meta` and the titles of `abbr`. Links in dropped elements are included,
-    links to files such as `.zip` are not. crawl4ai's own `excluded_tags` lose the text after an excluded element, and
-    its links lack trailing slashes and the links of excluded elements. Raises MemoryError if lxml cannot parse.
+    The HTML keeps no attributes but the titles of `abbr`. Links in the content come first; links to files such as
+    `.zip` are left out. crawl4ai's own `excluded_tags` lose the text after an excluded element, and its links lack
+    trailing slashes and the links of excluded elements. Raises MemoryError if lxml cannot parse.
     """
     # As bytes: in a str, lxml first searches for an XML declaration, with a regular expression quadratic in spaces.
     parser = lxml_html.HTMLParser(encoding="utf-8")
     try:
-        document = lxml_html.document_fromstring(html.encode(errors="replace"), parser=parser)
+        body = lxml_html.document_fromstring(html.encode(errors="replace"), parser=parser)
     except etree.XMLSyntaxError:  # lxml accepts any HTML, so it is out of memory
         raise MemoryError from None
-    is_cut = _truncate(document)
+    last_error = parser.error_log.last_error
+    is_nested_too_deeply = last_error is not None and last_error.level == etree.ErrorLevels.FATAL
+    is_cut = _truncate(body, limits.max_elements) or is_nested_too_deeply
     # First, so that text behind a comment is its parent's: server-rendered Vue and Svelte have comments around text.
-    etree.strip_elements(document, etree.Comment, etree.ProcessingInstruction, with_tail=False)
+    etree.strip_elements(body, etree.Comment, etree.ProcessingInstruction, with_tail=False)
+    # One body of all: without its tag, libxml2 takes `main` and other elements of HTML 5 for a part of the head.
+    etree.strip_tags(body, "head", "body")
+    document, body.tag = parser.makeelement("html"), "body"
+    document.append(body)
+    body.attrib.clear()
     base = next((href for base in document.iter("base") if (href := base.get("href"))), "")
     base = normalize_url(base, url) or url
     anchors = {anchor: (anchor.get("href", "#"), _link_text(anchor)) for anchor in document.iter("a", "area")}
-    forwards, frame = _forwards(document, base)
+    title, forwards, frame = _title(document), *_forwards(document, base)
     _drop_not_content(document)
     links = _links(anchors, set(document.iter("a")), base)
-    keep_main_content(document)
+    keep_main_content(document, title)
     etree.strip_attributes(document, *CONTENT_ATTRIBUTES)
+    if frame and is_blank("".join(document.itertext())):
+        forwards.append(frame)
+    title = title or next(("".join(heading.itertext()) for heading in document.iter(*HEADINGS)), "")
     content = lxml_html.tostring(document, encoding="unicode")
-    is_cut = is_cut or len(content) > MAX_CONTENT_CHARS
-    return PrunedPage(content[:MAX_CONTENT_CHARS], links, is_cut, forwards, frame)
+    left_out = TOO_LONG if is_cut or len(content) > limits.max_chars else ""
+    return Content(title, content[: limits.max_chars], left_out, links, forwards)
 
 
 def refresh_target(refresh: str, base: str) -> str:
@@ -85,6 +92,13 @@ def refresh_target(refresh: str, base: str) -> str:
     address = found[3].partition(found[2])[0] if found[2] else found[3]
     url = normalize_url(address, base) if address.strip() else None
     return url if url and url != base else ""
+
+
+def _title(document: Any) -> str:
+    """Return the page's title, or the one that it gives to social networks, or ""."""
+    own = document.findtext(".//title") or ""
+    shared = document.xpath(".//meta[@property='og:title' or @name='twitter:title']/@content")
+    return next((title for title in (own, *shared) if title.strip()), "")
 
 
 def _forwards(document: Any, base: str) -> tuple[list[str], str]:
@@ -102,9 +116,9 @@ def _forwards(document: Any, base: str) -> tuple[list[str], str]:
     return found, normalize_url(iframes[0], base) or "" if len(iframes) == 1 and iframes[0].strip() else ""
 
 
-def _truncate(document: Any) -> bool:
-    """Remove all elements after the first `MAX_ELEMENTS`, comments included; return whether there were any."""
-    last = next(itertools.islice(document.iter(), MAX_ELEMENTS, None), None)
+def _truncate(document: Any, max_elements: int) -> bool:
+    """Remove all elements after the first `max_elements`, comments included; return whether there were any."""
+    last = next(itertools.islice(document.iter(), max_elements, None), None)
     if last is None:
         return False
     for element in (last, *last.iterancestors()):
@@ -114,30 +128,34 @@ def _truncate(document: Any) -> bool:
 
 
 def _drop_not_content(document: Any) -> None:
-    """Remove elements that are not content, and attributes but `CONTENT_ATTRIBUTES`, `meta`'s and titles of `abbr`.
+    """Remove elements that are not content, and attributes but `CONTENT_ATTRIBUTES` and titles of `abbr`.
 
     Comments and processing instructions must have been removed. An element with the role `main` becomes `main`.
     """
     for element in document.iter("div", "section"):
         if element.get("role") == "main":
             element.tag = "main"
-    for element in reversed(list(document.iter(etree.Element))):
+    for element in document.iter(etree.Element):
         if _is_not_content(element):
             element.tag = DROPPED
         names = CONTENT_ATTRIBUTES | ({"title"} if element.tag == "abbr" else set())
         kept = {name: value[:MAX_ATTRIBUTE_CHARS] for name, value in element.items() if name in names}
-        if element.tag != "meta":
-            element.attrib.clear()
-            element.attrib.update(kept)
+        element.attrib.clear()
+        element.attrib.update(kept)
     # All at once: removing them one by one would copy the preceding text each time.
     etree.strip_elements(document, DROPPED, with_tail=False)
+    for element in document.xpath(EMPTY):
+        element.tag = DROPPED
+    etree.strip_elements(document, DROPPED, with_tail=False)
+    for text in document.xpath(INLINE_CODE):
+        setattr(text.getparent(), "text" if text.is_text else "tail", re.sub(r"\s+", " ", text))
 
 
 def _is_not_content(element: Any) -> bool:
-    """Whether an element is dropped: by its tag or role, hidden by an attribute, or empty but for dropped children.
+    """Whether an element is dropped: by its tag or role, or hidden by an attribute.
 
-    An aside outside `main`, a header outside `main` and `article`, a `meta` outside the head, and elements of the class
-    `headerlink` are dropped too. Other classes and ids do not matter. Judge all children before their parent.
+    An aside outside `main`, a header outside `main` and `article`, and elements of the class `headerlink` are dropped
+    too. Other classes and ids do not matter.
     """
     tag, attributes = element.tag, element.attrib
     return bool(
@@ -148,25 +166,7 @@ def _is_not_content(element: Any) -> bool:
         or attributes.get("aria-hidden") == "true"
         or attributes.get("role") in NOT_CONTENT_ROLES
         or "headerlink" in attributes.get("class", "")
-        or (tag == "meta" and element.getparent().tag != "head")
-        or (tag not in EMPTY and _is_empty(element))
     )
-
-
-def _is_empty(element: Any) -> bool:
-    """Whether an element has no text, and no children but dropped ones that nothing follows, not even white space.
-
-    Its own white space is text only inside an ancestor `pre` or `code`; the white space of an empty element becomes a
-    space before the element's tail. The root is never empty. crawl4ai does the same, but in quadratic time.
-    """
-    if any(child.tag != DROPPED or child.tail for child in element.iterchildren(etree.Element)):
-        return False
-    text = element.text or ""
-    if text.strip() or (text and next(element.iterancestors("pre", "code"), None) is not None):
-        return False
-    if text:
-        element.tail = " " + (element.tail or "")
-    return element.getparent() is not None
 
 
 def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""The text of documents: HTML, Markdown, PDF and plain text, as Markdown."""
