@@ -464,7 +464,7 @@ async def test_chunks_come_one_by_one_and_the_last_has_usage_and_citations(
     assert whole.response_metadata["timings"]["ttft_s"] > 0
     assert whole.response_metadata["overlap"] == {"way": "immediate", "reason": "until others were tried"}
     assert "left_out" not in whole.response_metadata
-    assert len(backend.prompts[0]) == 3  # two while retrieval ran
+    assert len(backend.prompts[0]) == 4  # the head, and two while retrieval ran
 
 
 def test_sources_that_do_not_fit_are_told(model: StreamragChatModel) -> None:

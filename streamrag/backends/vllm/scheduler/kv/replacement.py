@@ -32,7 +32,6 @@ def replace_prompt(
     num_shared = _replace_tokens(scheduler, stream, message.num_kept, chunk)
     stream.num_messages += 1
     stream.last_chunk_s, stream.expected_complete_s = arrival_s, message.expected_complete_s
-    stream.source_name = message.source_name
     stream.view = None
     stream.sampling_params = chunk.sampling_params
     stream.limit_answer(chunk.max_tokens, scheduler.max_model_len)
