@@ -218,7 +218,7 @@ def test_the_head_saves_its_share_of_prefill_but_no_more_than_the_wait_for_the_f
 
 
 @pytest.mark.parametrize(("num_head", "ways"), [(40, {"none"}), (1_000, {"none", "immediate"})])
-def test_one_step_is_worth_an_overlap_only_with_a_long_head(num_head: int, ways: set[OverlapWay]) -> None:
+def test_auto_overlaps_one_step_of_retrieval_only_with_a_long_head(num_head: int, ways: set[OverlapWay]) -> None:
     chooser, choices = OverlapChooser(), []
     for _ in range(40):
         choice = chooser.choose(1, shares_processors=True)

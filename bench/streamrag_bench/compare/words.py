@@ -71,13 +71,13 @@ def limits(group: ComparedGroup) -> Iterator[str]:
     overlap_s = statistics.median(_overlap_s(waiting.timings) for _, waiting in pairs)
     if overlap_s <= AT_ONCE_S:
         yield (
-            f"Limit: retrieval ends {overlap_s:.2f} s after its first result, so that nothing can be prefilled "
-            "meanwhile. A source that returns results in stages helps."
+            f"Limit: retrieval ends {overlap_s:.2f} s after its first result, so that only the text before the "
+            "context can be prefilled meanwhile. A source that returns results in stages helps."
         )
     elif overlap_s < prefill_s:
         yield (
-            f"Limit: retrieval goes on for {overlap_s:.2f} s after its first result, and no more can be gained of the "
-            f"{prefill_s:.2f} s to the first token without streaming."
+            f"Limit: retrieval goes on for {overlap_s:.2f} s after its first result. No more of the "
+            f"{prefill_s:.2f} s to the first token can be gained, but for the prefill of the text before the context."
         )
     else:
         yield f"Limit: no more than the {prefill_s:.2f} s after retrieval that the first token takes without streaming."

@@ -8,7 +8,7 @@ its own, which is in the prefix cache or not. The same prompts are sent in each 
 after           nothing is prefilled before the end of retrieval (`overlap=False`)
 with a passage  as `overlap=True` was before: the head goes with the first passages
 head first      `overlap=True`
-auto            the default, which has learnt from `--learn` rounds that do not count
+auto            the default, which has learnt from earlier rounds that do not count
 
 The engine is simulated (two H200, `h200-llama8b-tp2`), then a real one with the model of `make demo`, in float32.
 """
@@ -31,6 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag import Chunk, Pipeline, SamplingParams, Turn, Update, VllmBackend
+from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
+from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.core import BackendEvent, ModelInfo, Prompt, only
 from streamrag.demo.demo_folder import docs_folder, written_pages
@@ -39,7 +41,8 @@ from streamrag.support.clock import Clock, monotonic
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedSource, make_demo_model
 from studies.results_file import write_results
-from studies.sessions.simulation import Device, simulated
+from studies.sessions.prices import ShortPieces
+from studies.sessions.simulated_backend import SimulatedBackend
 
 RETRIEVAL_S = 0.5
 HEADS = (500, 3_000)
@@ -48,6 +51,7 @@ PARAMS = SamplingParams(max_tokens=8)
 OLD_WAY = "with a passage"
 OVERLAPS: dict[str, bool | Literal["auto"]] = {"after": False, OLD_WAY: True, "head first": True, "auto": "auto"}
 PROFILE = "h200-llama8b-tp2"
+MAX_MODEL_LEN = 8_192
 
 console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
@@ -203,8 +207,17 @@ def row(place: Place, cell: Cell, way: str, number: int, answer: Answer) -> Row:
     """Return what an answer took."""
     assert answer.overlap is not None
     times = answer.timings
-    took = (answer.num_prompt_tokens, times.ttft_s, times.ttft_after_retrieval_s, answer.token_ids)
-    return Row(place.name, *key(cell), way, answer.overlap.way, number, *took)
+    return Row(
+        place.name,
+        *key(cell),
+        way,
+        answer.overlap.way,
+        number,
+        answer.num_prompt_tokens,
+        times.ttft_s,
+        times.ttft_after_retrieval_s,
+        answer.token_ids,
+    )
 
 
 def summarize(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -250,19 +263,29 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 async def measure_simulated() -> list[Row]:
     """Measure on a simulated engine, in virtual time."""
-    async with simulated(Device(load_profile(PROFILE))) as site:
+    profile = load_profile(PROFILE)
+    shape = EngineShape(
+        num_blocks=profile.kv_tokens // profile.block_size,
+        block_size=profile.block_size,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=256,
+        is_async=profile.is_async,
+    )
+    engine = simulated_engine(shape, by_parts(profile.step_s), is_stock=False)
 
-        async def reset() -> None:
-            assert site.engine.scheduler.reset_prefix_cache()
+    async def reset() -> None:
+        assert engine.scheduler.reset_prefix_cache()
 
+    async with SimulatedClient(engine, delivery_s=profile.delivery_s) as client:
+        backend = SimulatedBackend(client, ModelInfo("simulated", ShortPieces(), MAX_MODEL_LEN))
         clock = asyncio.get_running_loop().time
-        place = Place("simulated", site.backend, reset, clock, num_passage_tokens=2_000, num_rounds=10, num_learnt=20)
+        place = Place("simulated", backend, reset, clock, num_passage_tokens=2_000, num_rounds=10, num_learnt=20)
         return await measure(place, CELLS)
 
 
 async def measure_real(model: Path) -> list[Row]:
     """Measure on a real engine on this machine; eight users only in rounds that are few."""
-    backend = VllmBackend(model, max_model_len=8_192, engine_args={"dtype": "float32"})
+    backend = VllmBackend(model, max_model_len=MAX_MODEL_LEN, engine_args={"dtype": "float32"})
     await backend.start(console.print)
     try:
         async for _ in backend.generate(only(Prompt(tuple(range(100, 1_100)), is_complete=True)), PARAMS):
