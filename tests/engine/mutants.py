@@ -926,6 +926,14 @@ MUTANTS = (
         f"{OF_SCHEDULER}::test_a_request_whose_last_token_is_being_sampled_needs_no_more_memory",
     ),
     Mutant(
+        "the model's length does not end the answer of a stream",
+        PROMPTS,
+        "stream.limit_answer(chunk.max_tokens, scheduler.max_model_len)",
+        "stream.max_tokens = chunk.max_tokens",
+        0,
+        f"{OF_SCHEDULER}::test_a_request_whose_last_token_is_being_sampled_needs_no_more_memory",
+    ),
+    Mutant(
         "memory that the step in flight frees does not count",
         WALK,
         "return bool(self.grants or self.num_ahead or self.num_ending)",
@@ -974,12 +982,12 @@ MUTANTS = (
         f"{OF_CONNECTORS}::test_kv_that_was_not_loaded_is_in_no_cache_when_its_request_is_evicted",
     ),
     Mutant(
-        "a partial prompt whose load failed counts as computed",
+        "a prompt whose load failed counts as computed",
         EVICTION,
         "request.log.num_present = min(request.log.num_present, request.num_computed_tokens)",
         "pass",
         0,
-        f"{OF_CONNECTORS}::test_a_partial_prompt_whose_load_failed_is_acknowledged",
+        f"{OF_CONNECTORS}::test_a_prompt_whose_load_failed_is_recorded_as_computed",
     ),
     Mutant(
         "blocks that a step in flight may write are evicted",

@@ -96,26 +96,31 @@ def test_every_last_chunk_is_answered(
     assert b.num_finishes("s") == 2
 
 
-@pytest.mark.parametrize(("max_tokens", "max_model_len"), [(1, 200), (3, 200), (100, 22)])
+@pytest.mark.parametrize(("num_tokens", "max_tokens", "max_model_len"), [(20, 1, 200), (18, 3, 200), (19, 100, 21)])
+@pytest.mark.parametrize("is_stream", [False, True])
 def test_a_request_whose_last_token_is_being_sampled_needs_no_more_memory(
-    bench: Make, max_tokens: int, max_model_len: int
+    bench: Make, num_tokens: int, max_tokens: int, max_model_len: int, is_stream: bool
 ) -> None:
-    num_tokens = 20 if max_tokens == 1 else 18 if max_tokens == 3 else 20
-    num_blocks = -(-(num_tokens + min(max_tokens, max_model_len - num_tokens) - 1) // 4)
+    num_answered = min(max_tokens, max_model_len - num_tokens)
+    assert num_tokens + num_answered - 1 == 20, "the KV of both fits exactly"
     b = bench(
         is_async=True,
-        num_blocks=2 * num_blocks,
+        num_blocks=2 * 5,
         max_num_batched_tokens=100,
         max_model_len=max_model_len,
         has_prefix_cache=False,
     )
-    b.plain("a", num_tokens, max_tokens=max_tokens)
-    b.plain("b", num_tokens, first=100, max_tokens=max_tokens)
+    prompts = {name: list(range(first, first + num_tokens)) for name, first in (("a", 0), ("b", 100))}
+    for name, tokens in prompts.items():
+        if is_stream:
+            b.chunk(name, tokens[:10])
+            b.chunk(name, tokens[10:], kept=10, is_complete=True, max_tokens=max_tokens)
+        else:
+            b.plain(name, num_tokens, first=tokens[0], max_tokens=max_tokens)
     b.run()
-    for name, first in (("a", 0), ("b", 100)):
+    for name, tokens in prompts.items():
         assert b.record(name).preemptions == ()
-        num_answered = min(max_tokens, max_model_len - num_tokens)
-        assert b.tokens(name) == b.fresh_answer(list(range(first, first + num_tokens)), num_answered)
+        assert b.tokens(name) == b.fresh_answer(tokens, num_answered)
 
 
 def test_a_waiting_request_evicts_none_for_memory_that_the_step_in_flight_frees(bench: Make) -> None:
@@ -123,13 +128,12 @@ def test_a_waiting_request_evicts_none_for_memory_that_the_step_in_flight_frees(
     b.chunk("idle", list(range(500, 513)))
     b.run()
     b.plain("a", 20, max_tokens=1)
-    b.step()
-    b.plain("b", 32, first=100, max_tokens=1)  # fits once the first has ended
+    b.plain("b", 28, first=100, max_tokens=1)  # fits beside the idle one when the first has ended
     b.run()
     assert b.record("b").preemptions == b.record("a").preemptions == ()
     b.chunk("idle", [600], kept=13, is_complete=True)
     b.run()
-    assert len(b.record("idle").preemptions) == 1
+    assert b.record("idle").preemptions == ()
 
 
 @pytest.mark.parametrize(("can_partial_evict", "num_idle"), [(True, 20), (False, 12)])

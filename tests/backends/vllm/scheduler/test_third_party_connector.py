@@ -260,6 +260,13 @@ def test_kv_that_was_not_loaded_is_in_no_cache_when_its_request_is_evicted(bench
     assert b.tokens("p") == b.fresh_answer(TOKENS)
 
 
+def test_a_prompt_whose_load_failed_is_recorded_as_computed(bench: Make) -> None:
+    b = connected(bench, FailingLoads)
+    b.plain("p", len(TOKENS))
+    b.run()
+    assert b.record("p").num_computed == 1 + len(TOKENS)  # the one beside the load, then all
+
+
 def test_a_partial_prompt_whose_load_failed_is_acknowledged(bench: Make) -> None:
     b = connected(bench, FailingLoads)
     b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (36 - num, False)
