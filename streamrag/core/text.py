@@ -184,11 +184,11 @@ def _pieces(text: str, most: int, count: Callable[[str], int], level: int = 0) -
     if count(text) <= most:
         return [text]
     pieces: list[str] = []
-    length = most  # of the last piece; full at first
+    length = 0  # of the last piece
     for part in BREAKS[level].split(text):
         for piece in _pieces(part, most, count, level + 1):
             num_new = count(piece)
-            if length + num_new <= most:
+            if pieces and length + num_new <= most:
                 pieces[-1] += piece
                 length += num_new
             else:

@@ -1,10 +1,13 @@
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pydoc_data.topics import topics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
 from streamrag.core.text import TextPassage, relevant_terms, split_markdown, terms
+from streamrag.sources.index.document_passages import count_words
 from streamrag.sources.pages.relevant_passages import MAX_STEMS, assemble, relevant_stems, select
 
 
@@ -117,6 +120,39 @@ def test_no_word_is_lost_and_no_passage_is_too_long(text: str) -> None:
     assert "".join("".join("".join(passage.blocks) for passage in passages).split()) == "".join(text.split())
     assert all(len(block) <= 100 for passage in passages for block in passage.blocks)
     assert len(passages) <= 2 * len(text) // 100 + 1
+
+
+PARTS = [
+    "word ",
+    "x" * 40,
+    "a. ",
+    "\n",
+    "\n\n",
+    "- item",
+    "```",
+    "\n```\n",
+    "# ",
+    "\n## Head\n",
+    "·",
+    " * ",
+    "---\n",
+    "漢字",
+    ": ",
+]
+
+
+@given(
+    some.lists(some.sampled_from(PARTS), max_size=40),
+    some.sampled_from([(0, 10, 10), (5, 20, 30), (1, 1, 3)]),
+    some.sampled_from([len, count_words]),
+)
+def test_the_letters_of_any_page_are_all_in_its_passages(
+    parts: list[str], sizes: tuple[int, int, int], count: Callable[[str], int]
+) -> None:
+    least, enough, most = sizes
+    passages = split_markdown("".join(parts), least=least, enough=enough, most=most, count=count)
+    rest = iter("".join(text for passage in passages for text in (*passage.headings, *passage.blocks)))
+    assert all(any(letter == other for other in rest) for part in parts for letter in part if letter.isalnum())
 
 
 def test_a_long_paragraph_breaks_after_sentences() -> None:
