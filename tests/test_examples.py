@@ -269,6 +269,7 @@ def test_langgraph_agent() -> None:
     assert answer == "ai: 'It jams on thick paper.'"
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_langgraph_tools(tmp_path: Path, run_here: Callable[..., str]) -> None:
     model = make_tool_llama(tmp_path / "model", max_model_len=2048)
@@ -329,6 +330,7 @@ def test_wrap_a_function(tiny_model: Path) -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_push_tokens(tiny_model: Path, run_here: Callable[..., str]) -> None:
     *_, made, shared = run_here("push_tokens.py", str(tiny_model)).splitlines()

@@ -20,6 +20,7 @@ def test_each_series_was_tried_and_the_page_says_so() -> None:
     assert page_with_releases(PAGE.read_text()) == PAGE.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", [version for version in read_tested() if version != INSTALLED])
 @pytest.mark.timeout(900)
 def test_the_scheduler_works_with_the_sources_of_this_release(version: str) -> None:

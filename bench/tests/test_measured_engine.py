@@ -47,6 +47,7 @@ async def test_a_folder_without_a_model_is_refused_before_an_engine_is_started(t
                 pass
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_program_that_measures_an_engine_prints_only_what_it_prints_itself(tiny_model: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"

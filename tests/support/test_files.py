@@ -103,7 +103,6 @@ TRACES = Path(__file__).parents[2] / "traces"
     [
         "trace show {trace} --plot {out}/picture.png",
         "trace generate crawler --queries 50 --output {out}/trace.jsonl",
-        "bench timeline --workload crawler --qps 4 --queries 4 --output {out}/timeline.json",
         "bench simulate --workload crawler --qps 4 --queries 30 --seeds 1 --output {out}",
     ],
     ids=lambda command: "-".join(command.split()[:2]),
