@@ -121,7 +121,7 @@ def why_unclear(groups: Sequence[ComparedGroup], others_share: float, names: Seq
     unclear = [(group, name) for group in groups for name in names if group.interval(name).word == "unclear"]
     if not unclear:
         return ""
-    what = "; ".join(f"{group.name}, {name}" for group, name in unclear)
+    what = "; ".join(f"{group.name}, {name}" if len(groups) > 1 else name for group, name in unclear)
     num = min(len(group.rounds) for group, _ in unclear)
     pairs = "one pair shows" if num == 1 else f"{num} pairs show"
     if others_share < BUSY_SHARE:
