@@ -31,8 +31,6 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag import Chunk, Pipeline, SamplingParams, Turn, Update, VllmBackend
-from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
-from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.core import BackendEvent, ModelInfo, Prompt, only
 from streamrag.demo.demo_folder import docs_folder, written_pages
@@ -42,7 +40,7 @@ from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedSource, make_demo_model
 from studies.results_file import write_results
 from studies.sessions.prices import ShortPieces
-from studies.sessions.simulated_backend import SimulatedBackend
+from studies.sessions.simulated_backend import SimulatedBackend, simulated_on
 
 RETRIEVAL_S = 0.5
 HEADS = (500, 3_000)
@@ -263,20 +261,11 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 async def measure_simulated() -> list[Row]:
     """Measure on a simulated engine, in virtual time."""
-    profile = load_profile(PROFILE)
-    shape = EngineShape(
-        num_blocks=profile.kv_tokens // profile.block_size,
-        block_size=profile.block_size,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=256,
-        is_async=profile.is_async,
-    )
-    engine = simulated_engine(shape, by_parts(profile.step_s), is_stock=False)
+    async with simulated_on(load_profile(PROFILE), MAX_MODEL_LEN) as (engine, client):
 
-    async def reset() -> None:
-        assert engine.scheduler.reset_prefix_cache()
+        async def reset() -> None:
+            assert engine.scheduler.reset_prefix_cache()
 
-    async with SimulatedClient(engine, delivery_s=profile.delivery_s) as client:
         backend = SimulatedBackend(client, ModelInfo("simulated", ShortPieces(), MAX_MODEL_LEN))
         clock = asyncio.get_running_loop().time
         place = Place("simulated", backend, reset, clock, num_passage_tokens=2_000, num_rounds=10, num_learnt=20)

@@ -10,8 +10,8 @@ then cycles of 55 more and a question, which comes a second after its data or wi
 import argparse
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,18 +20,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
-from streamrag.backends.simulated.config import EngineShape
+from streamrag.backends.simulated.client import SimulatedClient
 from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.core import ModelInfo, SamplingParams
 from streamrag.engine.costs.profile_files import load_profile
-from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.sessions import Session
 from streamrag.support.tasks import cancel_and_wait
 from streamrag_bench.summary import percentile
 from studies.results_file import write_results
 from studies.sessions.prices import QUESTIONS, PromptText, ShortPieces, samples
-from studies.sessions.simulated_backend import SimulatedBackend
+from studies.sessions.simulated_backend import SimulatedBackend, simulated_on
 
 DEVICES = {"2 x H200": "h200-llama8b-tp2", "L40S": "l40s-llama8b"}
 SESSION, STOCK = "session", "vLLM's own session"
@@ -61,7 +59,9 @@ class Asked:
 async def growing(device: str, arm: str, gap_s: float, num_cycles: int = NUM_CYCLES) -> list[Asked]:
     """Ask one question a cycle, one after the other."""
     asked: list[Asked] = []
-    async with engine(load_profile(DEVICES[device]), arm) as client, AsyncExitStack() as stack:
+    profile = load_profile(DEVICES[device])
+    running = simulated_on(profile, MAX_MODEL_LEN, is_stock=arm != SESSION, has_prefix_cache=arm != UNCACHED)
+    async with running as (_, client), AsyncExitStack() as stack:
         model = ModelInfo("simulated", ShortPieces(), MAX_MODEL_LEN)
         text, lines = PromptText(model), samples(NUM_FIRST + num_cycles * NUM_MORE)
         chunks: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
@@ -88,22 +88,6 @@ async def growing(device: str, arm: str, gap_s: float, num_cycles: int = NUM_CYC
             asked.append(Asked(device, arm, gap_s, *times))
             await asyncio.sleep(1.0)  # what was taken in late is out of the way of the next cycle
     return asked
-
-
-@asynccontextmanager
-async def engine(profile: StepProfile, arm: str) -> AsyncIterator[SimulatedClient]:
-    """Run an engine with our scheduler for sessions of ours, otherwise with vLLM's own."""
-    shape = EngineShape(
-        num_blocks=profile.kv_tokens // profile.block_size,
-        block_size=profile.block_size,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=256,
-        is_async=profile.is_async,
-        has_prefix_cache=arm != UNCACHED,
-    )
-    simulated = simulated_engine(shape, by_parts(profile.step_s), is_stock=arm != SESSION)
-    async with SimulatedClient(simulated, delivery_s=profile.delivery_s) as client:
-        yield client
 
 
 async def stock_session(client: SimulatedClient, chunks: asyncio.Queue[tuple[int, ...]]) -> None:

@@ -2,12 +2,33 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
-from streamrag.backends.simulated.client import SimulatedClient
+from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
+from streamrag.backends.simulated.config import EngineShape
+from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.simulated.stream import SimulatedStream
 from streamrag.core import BackendEvent, ModelInfo, Prompt, SamplingParams
+from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.support.tasks import cancel_and_wait
+
+
+@asynccontextmanager
+async def simulated_on(
+    profile: StepProfile, max_model_len: int, *, is_stock: bool = False, has_prefix_cache: bool = True
+) -> AsyncIterator[tuple[SimulatedEngine, SimulatedClient]]:
+    """Run an engine on the profile's device, with our scheduler unless `is_stock`, and a client of it."""
+    shape = EngineShape(
+        num_blocks=profile.kv_tokens // profile.block_size,
+        block_size=profile.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=256,
+        is_async=profile.is_async,
+        has_prefix_cache=has_prefix_cache,
+    )
+    engine = simulated_engine(shape, by_parts(profile.step_s), is_stock=is_stock)
+    async with SimulatedClient(engine, delivery_s=profile.delivery_s) as client:
+        yield engine, client
 
 
 class SimulatedBackend:
