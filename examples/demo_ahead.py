@@ -9,7 +9,7 @@ from rich.text import Text
 
 from streamrag import Pipeline, QueryOptions, VllmBackend
 from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, DraftChanged, QueryEvent
-from streamrag_bench.compare.pairs import AskedPair
+from streamrag_bench.compare.pairs import AskedPair, answer_of
 
 Printable = Callable[[str], str]
 
@@ -23,10 +23,7 @@ class AheadPair:
 
     @property
     def answers(self) -> tuple[Answer, Answer]:
-        ends = (self.ahead[-1], self.without[-1])
-        assert isinstance(ends[0], Answered)
-        assert isinstance(ends[1], Answered)
-        return ends[0].answer, ends[1].answer
+        return answer_of(self.ahead), answer_of(self.without)
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -31,6 +31,13 @@ LEAST_S = 0.001  # shorter times, as of a draft that is emitted at once, count a
 ARMS = ("streaming", "not streaming")
 
 
+def answer_of(events: Sequence[QueryEvent]) -> Answer:
+    """Return the answer of a query that ran to its end."""
+    end = events[-1]
+    assert isinstance(end, Answered)
+    return end.answer
+
+
 @dataclass(frozen=True, slots=True)
 class AskedPair:
     """A question that was asked both ways."""
@@ -42,10 +49,7 @@ class AskedPair:
     @property
     def answers(self) -> tuple[Answer, Answer]:
         """The answer with streaming, and the one without."""
-        ends = (self.streaming[-1], self.waiting[-1])
-        assert isinstance(ends[0], Answered)
-        assert isinstance(ends[1], Answered)
-        return ends[0].answer, ends[1].answer
+        return answer_of(self.streaming), answer_of(self.waiting)
 
     @property
     def has_same_context(self) -> bool:
