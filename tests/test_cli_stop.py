@@ -194,6 +194,7 @@ def test_a_benchmark_that_is_stopped_while_it_starts_leaves_no_process(
     assert program.process.returncode in (-9, 143)
 
 
+@pytest.mark.long
 def test_a_benchmark_that_is_killed_takes_its_cells_with_it(tmp_path: Path, temporary: Path) -> None:
     with running(*MANY, "--output", str(tmp_path / "out"), temporary=temporary) as program:
         program.until(lambda: len(program.remember()) >= 4)  # a tracker, a server, and two cells

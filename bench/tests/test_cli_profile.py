@@ -52,6 +52,7 @@ def test_an_unusable_path_is_an_error_before_the_engine_starts(
     assert "there is no model at" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_machine_is_measured_written_and_printed(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

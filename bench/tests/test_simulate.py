@@ -111,6 +111,7 @@ def test_two_runs_are_equal_but_for_the_wall_clock() -> None:
         )
 
 
+@pytest.mark.long
 def test_the_order_of_sets_in_a_process_changes_nothing() -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); from small_loads import outcomes; print(outcomes())"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"

@@ -42,6 +42,7 @@ def test_a_real_engine_refuses_virtual_time() -> None:
         run_virtual(main())
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_cell_runs_on_the_real_engine_and_a_context_longer_than_the_model_is_cut(tiny_model: Path) -> None:
     queries = [appending(f"q{i}", 0.1 * i, 200, 150, 90, gap_s=0.2) for i in range(4)]

@@ -103,7 +103,9 @@ TRACES = Path(__file__).parents[2] / "traces"
     [
         "trace show {trace} --plot {out}/picture.png",
         "trace generate crawler --queries 50 --output {out}/trace.jsonl",
-        "bench simulate --workload crawler --qps 4 --queries 30 --seeds 1 --output {out}",
+        pytest.param(
+            "bench simulate --workload crawler --qps 4 --queries 30 --seeds 1 --output {out}", marks=pytest.mark.long
+        ),
     ],
     ids=lambda command: "-".join(command.split()[:2]),
 )

@@ -172,6 +172,7 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         run_public(EngineUnderTest("vllm", profile="h200-llama8b-tp2"), SMALL, (1, 1))
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_the_real_engine_streams_the_load(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which are all written when an engine starts

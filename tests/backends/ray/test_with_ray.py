@@ -239,6 +239,7 @@ async def start(cluster: Cluster, **options: Any) -> RayBackend:
     return other
 
 
+@pytest.mark.long
 async def test_a_start_that_no_node_has_room_for_ends_with_what_is_missing(backend: RayBackend) -> None:
     large = partial(engines, Engine, replace(OPTIONS, number=3, num_cpus=2.0))
     with pytest.raises(ConfigurationError, match="fit on this machine: 3 engines need 6 CPU, and it has 4 CPU"):
@@ -304,6 +305,7 @@ async def test_a_decode_lane_that_is_killed_is_replaced_beside_prefill_lanes_tha
     await other.aclose()
 
 
+@pytest.mark.long
 async def test_a_source_whose_replica_is_killed_while_it_retrieves_is_asked_anew(
     backend: RayBackend, tmp_path: Path
 ) -> None:

@@ -209,6 +209,7 @@ async def test_no_draft_is_verified_on_a_cpu_while_a_request_samples_at_random(e
     assert record.num_accepted == record.num_verified > 0
 
 
+@pytest.mark.long
 async def test_sampling_with_a_draft_has_the_distribution_of_sampling_without(model: Path) -> None:
     """The first two tokens of the greedy answer come about as often, with a draft of them as without."""
     mended = {"scheduler_cls": "mended.MendedScheduler", "worker_extension_cls": "mended.MendedWorker"}

@@ -60,6 +60,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
             yield engine
 
 
+@pytest.mark.long
 async def test_prompts_beside_streams_that_take_their_memory_have_their_log_probabilities(engine: AsyncLLM) -> None:
     await check_prompt_logprobs(engine)
 
@@ -184,6 +185,7 @@ async def test_swapped_streams_answer_as_fresh_requests_do(engine: AsyncLLM) -> 
     assert load.count("num_loaded") >= 50 * BLOCK_SIZE
 
 
+@pytest.mark.long
 async def test_copies_that_fail_change_no_answer(engine: AsyncLLM) -> None:
     async with faults(engine, fail_saves=7, fail_loads=5):
         load, largest = await run_load(engine)

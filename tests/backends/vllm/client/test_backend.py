@@ -678,6 +678,7 @@ async def test_a_schema_and_another_constraint_do_not_go_together(backend: VllmB
         await collect(backend, params)
 
 
+@pytest.mark.long
 async def test_a_plain_request_with_a_grammar_has_its_turn_beside_streams_that_leave_no_room(
     backend: VllmBackend,
 ) -> None:

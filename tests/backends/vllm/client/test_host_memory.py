@@ -41,6 +41,7 @@ def kept_files(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "cache" / "streamrag" / "host-memory").glob("*"))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_is_left_behind")
 async def test_the_real_trial_succeeds_with_tensors_of_a_cpu(probe: Probe, tmp_path: Path) -> None:
     assert "main({ready!r})" in CODE

@@ -157,6 +157,7 @@ def test_a_killed_program_takes_its_engine_with_it_and_the_next_one_cleans_up(
         second.all_ended()
 
 
+@pytest.mark.long
 def test_an_engine_core_that_is_killed_while_it_starts_takes_its_worker_with_it(
     program: list[str], temporary: Path
 ) -> None:

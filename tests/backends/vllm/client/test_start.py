@@ -240,6 +240,7 @@ async def test_a_cache_smaller_than_one_prompt_is_refused_with_vllms_reason(
         await backend.start(ignore)
 
 
+@pytest.mark.long
 @pytest.mark.engine
 async def test_a_scheduling_policy_that_streaming_cannot_use_is_named_with_the_remedy(
     tiny_model: Path, leaves_nothing: None
@@ -342,6 +343,7 @@ asyncio.run(VllmBackend({model!r}, kv_cache_bytes=1 << 26).start(print))
 """
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_program_that_is_not_guarded_is_told_so(tiny_model: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
