@@ -85,8 +85,8 @@ def plan(
     """
     # Phase 1
     walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
-    if not walk.grants and not walk.num_ahead and rules.if_idle is not rules:
-        rules = rules.if_idle
+    if not walk.grants and not walk.num_ahead and rules.if_nothing_runs is not rules:
+        rules = rules.if_nothing_runs
         walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
     put_off_by = next((type(r).__name__ for r in rules.that_put_off if walk.grants and r.puts_off_step(walk)), "")
     holds = tuple(_holds(walk, held_by, put_off_by)) if reports_holds else ()

@@ -175,7 +175,7 @@ class QueryRun:
                     async for event in events:
                         if new := await self._follow(event, chunks, refresher):
                             request = await self._continue_from(new, chunks.token_ids)
-                            break
+                            break  # which closes `events`, and so aborts the old request
 
     async def _continue_from(self, new: NewContext, token_ids: tuple[int, ...]) -> _Request:
         """Make the new context that of the answer, emit ContextRefreshed, and return the request for what follows the

@@ -249,7 +249,7 @@ class StrideRefresher:
             new = await self._with_new_passages(complete, text, await self._retrieve(text))
             result = new if isinstance(new, str) else self._why_not_worth(new) or new
             if not isinstance(result, str):
-                await self._prefill(result)
+                await self._warm_cache(result)
         except asyncio.CancelledError:  # the answer has ended: the next retrieval begins earlier
             if (at_least_s := self._state.now() - begun_s) > retrieval.seconds(1):
                 retrieval.observe(1, at_least_s)
@@ -303,7 +303,7 @@ class StrideRefresher:
             return None
         return f"{num_recomputed} tokens take {cost_s:.2g} s, and the rest of the answer perhaps {left_s:.2g} s"
 
-    async def _prefill(self, new: NewContext) -> None:
+    async def _warm_cache(self, new: NewContext) -> None:
         """Compute the KV of a prompt up to its question, by a request of low priority whose one token is dropped."""
         token_ids, begun_s = new.step.prompt.token_ids, self._state.now()
         num_tokens = len(token_ids) - len(self._assembler.tail)

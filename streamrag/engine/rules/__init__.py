@@ -1,7 +1,11 @@
 """The rules of a step: one class for each reason to grant a request less, to let it wait, or to put off the step.
 
-    candidate ─▶ DraftPrice ─▶ ShortDrafts ─▶  ...  ─▶ measure ─▶ DraftMemory ─▶ DataHighWater ─▶ memory ─▶ grant
-                 └── ask: the first `Wait` holds it back ──┘          └── ask_measured: likewise ──┘
+    candidate ─▶ rules that need only its tokens ─▶ measure ─▶ rules that look at memory ─▶ memory ─▶ grant
+                 └── ask: the first `Wait` holds it back ┘     └── ask_measured: likewise ┘
+
+`ask`: DraftPrice, ShortDrafts, AdapterSlots, LeanPartials, ShortBeforeReplaced, DataShare, PartialEviction, Turns,
+LowWater, KvBudget, ConnectorLookup, SizedSteps, WholeUnits, GroupedPrefills. `ask_measured`: DraftMemory,
+DataHighWater. LateBinding may put off the whole step.
 
 `streamrag.backends.vllm.scheduler.step` makes the rules once and lists them in this order. To add a rule, write its
 class and add a line to that list.

@@ -13,7 +13,8 @@ class PartialEviction(Rule):
     """Decides whether partial prompts may evict other requests, which they may not without this rule.
 
     Growing prompts gain from it if evicted KV is copied back rather than computed again: they have little left to
-    compute when they are complete. Prompts that are replaced would only thrash.
+    compute when they are complete. Prompts that are replaced would only thrash. It comes before `Turns` and `LowWater`,
+    which read `may_evict`.
 
     can_partial: whether all partial prompts may evict.
     can_growing: returns whether partial prompts that are not speculative may evict in this step.
@@ -176,7 +177,7 @@ class Turns(Rule):
     """Skips partial prompts that would start and may not evict once `MOST_TRIES` did not fit, except a few in turn."""
 
     asks_complete = False
-    is_waived_if_idle = True
+    is_waived_if_nothing_runs = True
 
     def __init__(self, turn: int = 0) -> None:
         self._turn = turn - 1

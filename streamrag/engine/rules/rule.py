@@ -16,7 +16,7 @@ class Rule:
     """Whether the rule applies to complete prompts."""
     asks_partial = True
     """Whether the rule applies to partial prompts."""
-    is_waived_if_idle = False
+    is_waived_if_nothing_runs = False
     """Whether the rule is left out where a step would otherwise compute nothing."""
 
     def start(self, walk: Walk) -> None:
@@ -65,8 +65,8 @@ class RuleList:
         """Rules that are asked before the blocks that a request needs are measured, and those that are asked after."""
         self.that_observe = _rules_with_own(rules, "on_grant")
         self.that_put_off = _rules_with_own(rules, "puts_off_step")
-        strict = [rule for rule in rules if not rule.is_waived_if_idle]
-        self.if_idle = self if len(strict) == len(rules) else RuleList(strict)
+        strict = [rule for rule in rules if not rule.is_waived_if_nothing_runs]
+        self.if_nothing_runs = self if len(strict) == len(rules) else RuleList(strict)
         """The rules without those that are waived where a step would otherwise compute nothing."""
 
 

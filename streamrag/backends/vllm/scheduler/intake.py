@@ -103,7 +103,10 @@ class Intake:
         self._on_queued(stream, message)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
-        """Replace a stream's prompt by a further chunk's, and queue the stream. A wrong chunk only fails its stream."""
+        """Replace a stream's prompt by a further chunk's, and queue the stream. A wrong chunk only fails its stream.
+
+        The stream may be running: `requeue` takes it out, so that the model runner gets the new prompt.
+        """
         problem = _why_unfit(stream, request, message) or _why_refused(request, message, self.scheduler)
         if problem:
             self._fail(stream, problem)

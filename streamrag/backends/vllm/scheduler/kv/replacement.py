@@ -115,7 +115,10 @@ def free_blocks(scheduler: Scheduler, request: StreamRequest, freed: list[KVCach
 
 
 def release_kv(scheduler: Scheduler, request: StreamRequest) -> None:
-    """Free all KV of a request that is not running. Blocks in the prefix cache stay there until they are reused."""
+    """Free all KV of a request that is not running, or will be queued anew before the next step.
+
+    Blocks in the prefix cache stay there until they are reused.
+    """
     scheduler._free_request_blocks(request)
     scheduler._inflight_prefills.discard(request)  # or vLLM would reserve memory for its load for ever
     request.num_computed_tokens = 0
