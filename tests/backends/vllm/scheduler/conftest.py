@@ -16,6 +16,9 @@ from streamrag.core import RequestClass
 from streamrag.records import RequestRecord
 from tests.engine.oracle import V1OracleRunner
 
+MOST_STEPS = 10_000
+"""Far more than any test needs."""
+
 
 def is_last(output: EngineCoreOutput) -> bool:
     return output.finish_reason is not None and "chunk" not in output.kv_transfer_params["streamrag"]
@@ -93,9 +96,12 @@ class Bench:
         return outputs
 
     def run(self) -> None:
-        """Until the engine sleeps."""
-        while self.engine.has_work:
+        """Until the engine sleeps. A faulty scheduler may never let it: then the test fails."""
+        for _ in range(MOST_STEPS):
+            if not self.engine.has_work:
+                return
             self.step()
+        pytest.fail(f"the engine has work after {MOST_STEPS:,} steps")
 
     def tokens(self, name: str) -> list[int]:
         return [token for o in self.outputs if o.request_id == name for token in o.new_token_ids]
