@@ -62,8 +62,13 @@ def test_an_index_names_sitemaps_and_those_that_promise_more_come_first() -> Non
         gzip.compress(PAGES[:90]) + gzip.compress(PAGES[90:]),
         PAGES.replace(b"<loc>", b"<loc><!-- new -->"),
         PAGES.replace(b"&amp;", b"&"),
-        PAGES.replace(b"<loc> http://docs.example/penguins-swim.html?a=1&amp;b=2 ", b"<loc><![CDATA[\n/penguins-swim.html?a=1&b=2]]>"),
-        PAGES.replace(b"<url>", b"<url><i:image xmlns:i='i'><i:loc>http://docs.example/penguins/swim/picture</i:loc></i:image>"),
+        PAGES.replace(
+            b"<loc> http://docs.example/penguins-swim.html?a=1&amp;b=2 ",
+            b"<loc><![CDATA[\n/penguins-swim.html?a=1&b=2]]>",
+        ),
+        PAGES.replace(
+            b"<url>", b"<url><i:image xmlns:i='i'><i:loc>http://docs.example/penguins/swim/picture</i:loc></i:image>"
+        ),
         PAGES.replace(b" xmlns=", b" x=").replace(b"<", b"<s:").replace(b"<s:/", b"</s:").replace(b"<s:?", b"<?"),
         b"http://docs.example/penguins\rhttp://docs.example/penguins-swim.html?a=1&b=2\rhttp://docs.example/swim/relative",
     ],
@@ -150,7 +155,8 @@ ATOM = """<feed xmlns="http://www.w3.org/2005/Atom"><link href="http://docs.exam
 
 
 ATOM_BASE = """<feed xmlns="http://www.w3.org/2005/Atom" xml:base="http://docs.example/"><entry>
-<title type="xhtml"><div xmlns="http://www.w3.org/1999/xhtml"><i>Penguins</i> swim</div></title><link href="1"/></entry></feed>"""
+<title type="xhtml"><div xmlns="http://www.w3.org/1999/xhtml"><i>Penguins</i> swim</div></title>
+<link href="1"/></entry></feed>"""
 RSS_GUID = RSS.replace("<link>http://docs.example/1</link>", "<guid>http://docs.example/1</guid>")
 
 
