@@ -111,7 +111,7 @@ async def test_redirects_are_followed_one_by_one_after_asking(site: Website) -> 
 
 
 async def test_the_address_of_a_redirect_may_be_in_utf_8(site: Website) -> None:
-    site.add_redirect("/a", "/ü".encode().decode("latin-1"))
+    site.add_redirect("/a", "/ü")
     site.add("/%C3%BC", "the end")
     assert (await fetch(site.url("/a"))).body == b"the end"
 
