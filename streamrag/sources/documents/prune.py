@@ -30,8 +30,6 @@ NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "noframes", "link", "
 EMPTY = ".//*[self::dt or self::li or self::pre or self::h1 or self::h2 or self::h3][not(normalize-space())]"
 """Elements of which crawl4ai would write a sign for nothing."""
 
-BREAKS_IN_HEADINGS = " | ".join(f".//{heading}//br" for heading in HEADINGS)
-LINES_OF_CODE = ".//pre//*[self::div or self::p]"
 FENCED = "streamrag-fenced"
 """A listing with the signs between which crawl4ai would write it."""
 
@@ -118,7 +116,7 @@ def _forwards(document: Any, base: str) -> tuple[list[str], list[str]]:
     iframes: list[str] = []
     for element in document.iter("meta", "frame", "iframe"):
         address = element.get("src", "").strip()
-        is_for_all = next(element.iterancestors("noscript"), None) is None
+        is_for_all = not _is_in(element, "noscript")
         if element.tag == "frame":
             found.append(normalize_url(address, base) if address else None)
         elif element.tag == "iframe":
@@ -171,13 +169,19 @@ def _write_as_shown(document: Any) -> None:
     """Change what crawl4ai would write otherwise than browsers show it: white space, lines, and fences in listings."""
     for text in document.xpath(INLINE_CODE):
         setattr(text.getparent(), "text" if text.is_text else "tail", re.sub(r"\s+", " ", text))
-    for line_break in document.xpath(BREAKS_IN_HEADINGS):
-        line_break.tag, line_break.text = "span", " "
-    for line in document.xpath(LINES_OF_CODE):
-        line.tag, line.tail = "span", line.tail if (line.tail or "").startswith("\n") else f"\n{line.tail or ''}"
+    for line_break in document.iter("br"):
+        if _is_in(line_break, *HEADINGS):
+            line_break.tag, line_break.text = "span", " "
+    for line in document.iter("div", "p"):
+        if _is_in(line, "pre"):
+            line.tag, line.tail = "span", line.tail if (line.tail or "").startswith("\n") else f"\n{line.tail or ''}"
     for listing in document.iter("pre"):
-        if "```" in "".join(listing.itertext()):
+        if not _is_in(listing, "pre") and "```" in "".join(listing.itertext()):
             listing.tag = FENCED
+
+
+def _is_in(element: Any, *tags: str) -> bool:
+    return next(element.iterancestors(*tags), None) is not None
 
 
 def _is_not_content(element: Any) -> bool:
