@@ -103,7 +103,7 @@ def refresh_target(refresh: str, base: str) -> str:
 
 def _title(document: Any) -> str:
     """Return the page's title, or the one that it gives to social networks, or ""."""
-    own = document.xpath(".//title[not(ancestor::svg)]/text()")
+    own = (title.text or "" for title in document.iter("title") if not _is_in(title, "svg"))
     shared = document.xpath(".//meta[@property='og:title' or @name='twitter:title']/@content")
     return next((str(title) for title in (*own, *shared) if not is_blank(title)), "")
 
