@@ -15,7 +15,7 @@ CODECS = {"gbk": "gb18030", "iso-2022-jp": "iso2022_jp_ext"}
 """Python's codecs for encodings of which its codec of the same name lacks characters. For the others, webencodings
 has them."""
 DECLARED = {"utf-16le": "utf-8", "utf-16be": "utf-8", "x-user-defined": "windows-1252"}
-"""What some encodings mean in a declaration, which would not have been found in UTF-16."""
+"""Encodings that mean another one in a declaration, which would not have been found in UTF-16."""
 
 VENDOR_CODECS = {"euc_jp": "cp932", "big5hkscs": "cp950"}
 """Python's codecs that lack characters of Windows, which browsers have, and the codecs of Windows."""
