@@ -109,7 +109,9 @@ async def test_code_keeps_its_lines_and_indentation(cleaner: WorkerPool) -> None
         ("<noframes><a href=x>no frames</a></noframes><p>one", "one"),
     ],
 )
-async def test_what_is_written_is_what_browsers_show(cleaner: WorkerPool, page: str, expected: str) -> None:
+async def test_listings_lists_and_text_behind_the_end_are_written_as_browsers_show_them(
+    cleaner: WorkerPool, page: str, expected: str
+) -> None:
     assert await text_of(cleaner, page) == expected
 
 

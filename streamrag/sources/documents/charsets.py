@@ -92,7 +92,7 @@ def _vendor_characters() -> str:
     """Register a handler of decoding errors that knows the characters of Windows, for one text, and return its name."""
     num_errors = 0
 
-    def handle(error: UnicodeError) -> tuple[str, int]:
+    def replace_error(error: UnicodeError) -> tuple[str, int]:
         nonlocal num_errors
         assert isinstance(error, UnicodeDecodeError)
         num_errors += 1
@@ -108,5 +108,5 @@ def _vendor_characters() -> str:
                 return pair.decode(VENDOR_CODECS[error.encoding]), error.start + 2
         return "\ufffd", error.end
 
-    codecs.register_error("streamrag.vendor_characters", handle)
+    codecs.register_error("streamrag.vendor_characters", replace_error)
     return "streamrag.vendor_characters"
