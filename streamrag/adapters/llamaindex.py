@@ -18,6 +18,7 @@ from typing import Any, Literal, Unpack
 from streamrag.adapters.portal import LoopPortal, PortalOwner
 from streamrag.adapters.retrieved_chunks import FoundChunk, retrieve_all
 from streamrag.core import Chunk, Source, SourceEvent, Startable, Update
+from streamrag.core.text import is_blank
 from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
 from streamrag.pipeline import Pipeline
 from streamrag.query.options import QueryOptions, check_options
@@ -298,7 +299,7 @@ class LlamaIndexSource:
         node, metadata = found.node, found.node.metadata
         uri = next((metadata[key] for key in URIS if metadata.get(key)), node.ref_doc_id or node.node_id)
         title = metadata.get("title") or metadata.get("file_name") or ""
-        text = node.get_content(metadata_mode=self._metadata_mode)
+        text = "" if is_blank(node.get_content()) else node.get_content(metadata_mode=self._metadata_mode)
         chunk = reader.chunk({"text": text, "uri": uri, "title": title, "score": found.score})
         return FoundChunk(chunk.text, chunk.uri, chunk.title, chunk.passage, chunk.score, origin=found.node)
 

@@ -23,7 +23,7 @@ HEADING = re.compile(r"#{1,6}\s|#{7,}(?:\s|$)")
 HEADING_END = "".join(filter(str.isspace, map(chr, range(0x3001)))) + "¶"
 """Unicode white space, and the sign that documentation tools put behind a heading as its link."""
 
-FENCE = re.compile(r"\s*(```|~~~)")
+FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 RULE = re.compile(r"\s*([*_-]\s*){3,}")
 BREAKS = tuple(map(re.compile, (r"(?<=\n)", r"(?<=[.!?…])(?=\s)|(?<=[。！？])", r"(?<=\s)(?=\S)", r"(?s:(?<=.))")))
 """Places to break a block that is too long, best first: after lines, sentences, words, characters."""
@@ -162,7 +162,7 @@ def _blocks(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
     block: list[str] = []
     fence = ""
     for line in map(str.rstrip, lines):
-        if fence and line.strip() != fence:
+        if fence and not (line.lstrip().startswith(fence) and not line.strip(f" \t{fence[0]}")):
             block.append(line)
         elif fence:
             code = "\n".join(block[1:]).strip("\n")

@@ -345,9 +345,11 @@ async def test_a_node_without_an_address_is_called_by_its_document() -> None:
     assert [(chunk.uri, chunk.passage) for chunk in event.chunks] == [("norway", 0), ("norway", 1)]
 
 
-async def test_a_node_without_text_is_skipped() -> None:
+@pytest.mark.parametrize("metadata_mode", ["none", "llm"])
+async def test_a_node_without_text_is_skipped(metadata_mode: Any) -> None:
     picture = NodeWithScore(node=ImageNode(image_path="a.png", metadata={"file_name": "a.png"}))
-    source = LlamaIndexSource(Plain(picture, node("Oslo"), node(" ", file_path="blank.txt")))
+    nodes = Plain(picture, node("Oslo"), node(" ", file_path="blank.txt"))
+    source = LlamaIndexSource(nodes, metadata_mode=metadata_mode)
     *skipped, update = [event async for event in source.stream("Where?")]
     assert skipped == [Skipped("a.png", "it has no text"), Skipped("blank.txt", "it has no text")]
     assert isinstance(update, Update)

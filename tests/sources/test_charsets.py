@@ -34,6 +34,18 @@ def test_a_label_means_what_it_means_to_browsers(text: str, encoding: str, label
 
 
 @pytest.mark.parametrize(
+    ("body", "label", "text"),
+    [
+        (b"\xfc\xe2\xc5\xe7\xad\xea\xf9\xa1", "euc-jp", "髙島㈱纊"),
+        (b"\xa3\xe15 \xad\xbb\xb4\xe4", "big5", "€5 香港"),
+        (b"\xfca\xf5\xf5\xfc", "euc-jp", "\ufffda\ufffd\ufffd\ufffd"),
+    ],
+)
+def test_a_character_of_windows_that_python_s_codec_lacks_is_read(body: bytes, label: str, text: str) -> None:
+    assert decode(body, label) == text
+
+
+@pytest.mark.parametrize(
     ("body", "charset", "expected"),
     [
         (b'<?xml version="1.0" encoding="euc-jp"?><p>' + "日本".encode("euc-jp"), "", "日本"),
@@ -44,6 +56,12 @@ def test_a_label_means_what_it_means_to_browsers(text: str, encoding: str, label
         (b"<meta charset=windows-1251>" + "é".encode(), "utf-8", "é"),
         (b"<meta charset=windows-1251>" + b"\xcf", "no such", "П"),
         (b"<meta charset=nothing>" + "é".encode(), "", "é"),
+        (b"<meta charset=nothing><meta charset=windows-1251>" + b"\xcf", "", "П"),
+        (b"<meta name=description content='write charset=koi8-r'>" + "é".encode(), "", "é"),
+        (b"<meta content='a > b; charset=windows-1251' http-equiv=content-type>" + b"\xcf", "", "П"),
+        (b"<script>'<meta charset=koi8-r>'</script><meta charset=windows-1251>" + b"\xcf", "", "П"),
+        (b"<meta charset=ucs-2>" + "é".encode(), "", "é"),
+        (b"<meta charset=x-user-defined>" + b"\xe9", "", "é"),
         (b"\xe9", "", "é"),
         (b"\xe9", "punycode", "é"),
     ],
@@ -57,13 +75,19 @@ def test_a_byte_order_mark_counts_before_everything_else(encoding: str) -> None:
     assert decode("<meta charset=gbk>é".encode(encoding), "latin-1") == "<meta charset=gbk>é"
 
 
+def test_plain_text_declares_no_charset() -> None:
+    assert decode("Write <meta charset=koi8-r>: é".encode(), is_markup=False) == "Write <meta charset=koi8-r>: é"
+
+
 def test_a_bad_byte_spoils_only_itself() -> None:
     assert decode(b"\xd6\xec\xff\xbb\xf9", "gb2312").startswith("朱\ufffd")
 
 
-def test_declarations_without_end_take_little_time() -> None:
+def test_declarations_without_end_and_bad_bytes_take_little_time() -> None:
     start_s = time.process_time()
     decode(b"<meta " * 1_000_000)
     decode(b"<!--" * 1_000_000)
     decode(b"<?xml " + b" " * 5_000_000)
+    decode(b"\xfc\xe2" * 2_000_000, "euc-jp")
+    decode(b"\xff" * 4_000_000, "big5")
     assert time.process_time() - start_s < 5

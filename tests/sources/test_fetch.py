@@ -110,6 +110,12 @@ async def test_redirects_are_followed_one_by_one_after_asking(site: Website) -> 
     assert asked == [site.url("/b/c?x=1"), site.url("/d", host="localhost")]
 
 
+async def test_the_address_of_a_redirect_may_be_in_utf_8(site: Website) -> None:
+    site.add_redirect("/a", "/ü")
+    site.add("/%C3%BC", "the end")
+    assert (await fetch(site.url("/a"))).body == b"the end"
+
+
 async def test_a_redirect_that_is_not_wanted_is_not_followed(site: Website) -> None:
     def refuse(url: str) -> None:
         raise UnusablePageError(f"I do not want {url}")

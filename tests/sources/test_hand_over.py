@@ -137,6 +137,11 @@ async def test_only_the_end_of_a_growing_text_is_computed_again(tokenizer: Huggi
         assert len(before) - num_shared <= 16, "a word and the end of the passage, in a tokenizer without many merges"
 
 
+async def test_white_space_at_the_beginning_is_not_reported() -> None:
+    found = await events(from_tokens(writer(["", "\n", "\n ", "Oslo"]), name="w"))
+    assert found == [Update((Chunk("\n\n Oslo", "w"),))]
+
+
 async def test_passages_end_at_blank_lines_and_more_text_changes_only_the_last() -> None:
     text = "\n\n".join(f"paragraph {number} of the notes" for number in range(12)) + "\n\n\n\nend\n\n"
     found = contexts(await events(from_tokens(writer(text), min_chars=1, passage_chars=60)))

@@ -171,6 +171,21 @@ def test_variation_selectors_in_a_page_are_kept_and_choose_no_other_article() ->
     assert "newsletter" not in found
 
 
+@pytest.mark.parametrize(("begin", "end"), [("<article>", "</article>"), ('<div class="post">', "</div>")])
+def test_all_articles_of_a_list_and_all_posts_of_a_thread_are_kept(begin: str, end: str) -> None:
+    posts = "".join(f"{begin}<h2>Post {i}</h2><p>{' '.join(PARAGRAPHS)}</p>{end}" for i in range(3))
+    found = words(f"<title>Posts</title><body><ul class=menu><li><a href=/a>Sport</a></ul><div>{posts}</div>")
+    assert found.count(PARAGRAPHS[0]) == 3
+    assert "Post 2" in found
+    assert "Sport" not in found
+
+
+def test_comments_that_are_shorter_than_the_article_are_not_content() -> None:
+    comment = f'<div class="post"><p>{PARAGRAPHS[0]} Well said.</p></div>'
+    article = f'<div class="post"><p>{"</p><p>".join(PARAGRAPHS)}</p></div>'
+    assert "Well said." not in words(f"<title>News</title><body><div>{article}{comment}</div>")
+
+
 def test_a_repeated_sentence_beside_the_article_is_not_content() -> None:
     page = news().replace(TEASERS, f"{TEASERS}<li class='teaser'><a href='/x'>{PARAGRAPHS[0]}</a></li>")
     assert words(page).count(PARAGRAPHS[0]) == 1

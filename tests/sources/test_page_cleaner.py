@@ -97,6 +97,38 @@ async def test_code_keeps_its_lines_and_indentation(cleaner: WorkerPool) -> None
     assert await text_of(cleaner, page) == f"Look:\n\n```\n{code}\n```\n\nafter"
 
 
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("<html><body><p>one</p></body></html> two<p>three", "one\n\ntwo\n\nthree"),
+        ("<html><p>one</html><html><body><p>two</body></html>", "one\n\ntwo"),
+        ("<pre><div>if x:</div><div>    y</div></pre>", "```\nif x:\n    y\n```"),
+        ("<pre><div>if x:</div>\n<div>    y</div></pre>", "```\nif x:\n    y\n```"),
+        ("<pre>```md\n# a\n```\n# b</pre><p>after", "~~~~\n```md\n# a\n```\n# b\n~~~~\n\nafter"),
+        ('<ol start="3"><li>third<li>fourth</ol>', "  3. third\n  4. fourth"),
+        ("<noframes><a href=x>no frames</a></noframes><p>one", "one"),
+    ],
+)
+async def test_listings_lists_and_text_behind_the_end_are_written_as_browsers_show_them(
+    cleaner: WorkerPool, page: str, expected: str
+) -> None:
+    assert await text_of(cleaner, page) == expected
+
+
+@pytest.mark.parametrize(
+    ("page", "title"),
+    [
+        ("<svg><title>icon</title></svg><h1>Penguins</h1><p>one", "Penguins"),
+        ("<title>\u200b</title><h1>Penguins</h1><p>one", "Penguins"),
+        ("<h1>Penguins<br>of Peru</h1><p>one", "Penguins of Peru"),
+    ],
+)
+async def test_the_title_of_a_page_is_its_own_and_on_one_line(cleaner: WorkerPool, page: str, title: str) -> None:
+    answer = await clean(cleaner, page)
+    assert answer["title"] == title
+    assert answer["passages"][0]["headings"] == [f"# {title}"]
+
+
 async def test_links_come_from_the_whole_page_the_contents_first(cleaner: WorkerPool) -> None:
     answer = await clean(
         cleaner,

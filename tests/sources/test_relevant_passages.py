@@ -49,6 +49,8 @@ def test_a_code_listing_is_one_block(fence: str) -> None:
 def test_unclosed_or_empty_markdown_is_split_without_trouble() -> None:
     assert split_markdown("") == []
     assert split_markdown("* * *\n---\n\n\u200b\n#######\n") == []
+    longer = "````md\n```\n# code\n```\n# code\n`````"
+    assert [passage.blocks for passage in split_markdown(f"{longer}\n# Next\ntext")] == [(longer,), ("text",)]
     assert split_markdown("```\nnever closed")[0].blocks == ("```\nnever closed",)
 
 

@@ -56,6 +56,28 @@ def test_an_index_names_sitemaps_and_those_that_promise_more_come_first() -> Non
     assert find(body) == SitemapUrls([], expected, is_cut=False)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        gzip.compress(PAGES[:90]) + gzip.compress(PAGES[90:]),
+        PAGES.replace(b"<loc>", b"<loc><!-- new -->"),
+        PAGES.replace(b"&amp;", b"&"),
+        PAGES.replace(
+            b"<loc> http://docs.example/penguins-swim.html?a=1&amp;b=2 ",
+            b"<loc><![CDATA[\n/penguins-swim.html?a=1&b=2]]>",
+        ),
+        PAGES.replace(
+            b"<url>", b"<url><i:image xmlns:i='i'><i:loc>http://docs.example/penguins/swim/picture</i:loc></i:image>"
+        ),
+        PAGES.replace(b" xmlns=", b" x=").replace(b"<", b"<s:").replace(b"<s:/", b"</s:").replace(b"<s:?", b"<?"),
+        b"http://docs.example/penguins\rhttp://docs.example/penguins-swim.html?a=1&b=2\rhttp://docs.example/swim/relative",
+    ],
+    ids=["members", "comment", "ampersand", "cdata", "picture", "prefix", "carriage returns"],
+)
+def test_pages_are_found_however_a_sitemap_is_written(body: bytes) -> None:
+    assert find(body).pages == FOUND
+
+
 def test_lines_of_text_are_a_sitemap() -> None:
     body = b"http://docs.example/penguins\r\nnonsense\n\nhttp://docs.example/other\n"
     assert find(body).pages == ["http://docs.example/penguins"]
@@ -109,6 +131,11 @@ def test_a_bomb_is_read_up_to_the_limit() -> None:
 
 
 @pytest.mark.timeout(60)
+def test_many_compressed_files_in_one_are_bounded() -> None:
+    found = find(gzip.compress(PAGES) + gzip.compress(b" ") * 100_000)
+    assert (found.pages, found.is_cut) == (FOUND, True)
+
+
 def test_many_addresses_and_deep_files_are_bounded() -> None:
     many = find(urlset(*(f"http://docs.example/penguins/{i}" for i in range(60_000))))
     assert many.is_cut
@@ -127,7 +154,13 @@ ATOM = """<feed xmlns="http://www.w3.org/2005/Atom"><link href="http://docs.exam
 <title>Penguins swim</title><link rel="edit" href="http://docs.example/edit"/><link href="http://docs.example/1"/></entry></feed>"""
 
 
-@pytest.mark.parametrize("body", [RSS, ATOM])
+ATOM_BASE = """<feed xmlns="http://www.w3.org/2005/Atom" xml:base="http://docs.example/"><entry>
+<title type="xhtml"><div xmlns="http://www.w3.org/1999/xhtml"><i>Penguins</i> swim</div></title>
+<link href="1"/></entry></feed>"""
+RSS_GUID = RSS.replace("<link>http://docs.example/1</link>", "<guid>http://docs.example/1</guid>")
+
+
+@pytest.mark.parametrize("body", [RSS, RSS_GUID, ATOM, ATOM_BASE])
 def test_entries_of_a_feed_are_pages_and_their_titles_count(body: str) -> None:
     assert find(body.encode()) == SitemapUrls(["http://docs.example/1"], [], is_cut=False)
 

@@ -436,6 +436,9 @@ async def test_a_sitemap_is_recognised_by_its_content(site: Website, new: NewSou
         "<meta http-equiv=Refresh content=\"1;URL='/docs/'\"><title>Moved</title><p>Redirecting</p>",
         '<frameset cols="20%,*"><frame src="/docs/"></frameset>',
         '<body><iframe src="/docs/"></iframe></body>',
+        '<body><noscript><iframe src="/count"></iframe></noscript><iframe src="/docs/"></iframe></body>',
+        '<meta http-equiv="refresh" content=".5; url=/docs/">',
+        '<noscript><meta http-equiv="refresh" content="0; url=/docs/"></noscript><script>go()</script>',
     ],
 )
 async def test_a_start_page_that_only_leads_on_is_followed_like_a_redirect(
@@ -448,8 +451,9 @@ async def test_a_start_page_that_only_leads_on_is_followed_like_a_redirect(
     assert reasons(events)["/"].endswith(f"; it leads on to {site.url('/docs/')}")
 
 
-async def test_the_header_refresh_is_followed(site: Website, new: NewSource) -> None:
-    site.add("/", "<p></p>", headers={"Refresh": "0; url=/docs/"})
+@pytest.mark.parametrize("page", ["<p></p>", ""])
+async def test_the_header_refresh_is_followed(site: Website, new: NewSource, page: str) -> None:
+    site.add("/", page, headers={"Refresh": "0; url=/docs/"})
     site.add("/docs/", text("Emperor"))
     assert paths(await crawl(new(max_depth=0))) == ["/docs/"]
 
@@ -470,6 +474,22 @@ async def test_a_refresh_leads_to_no_other_host_and_no_unsafe_address(site: Webs
     site.add("/x", text("King"))
     assert paths(await crawl(new())) == ["/"]
     assert "/x" not in site.paths
+
+
+async def test_a_refresh_for_readers_without_scripts_is_not_followed_from_a_page_with_text(
+    site: Website, new: NewSource
+) -> None:
+    site.add("/", text("Emperor") + '<noscript><meta http-equiv="refresh" content="0; url=/plain"></noscript>')
+    site.add("/plain", text("King"))
+    assert paths(await crawl(new(max_depth=0))) == ["/"]
+
+
+async def test_sitemaps_may_be_named_without_their_host(site: Website, new: NewSource) -> None:
+    site.add("/robots.txt", "Sitemap: /map")
+    site.add("/map", f"<urlset><url><loc>{site.url('/penguins/king')}</loc></url></urlset>")
+    site.add("/", text("Emperor"))
+    site.add("/penguins/king", text("King"))
+    assert set(paths(await crawl(new(sitemaps=True)))) == {"/", "/penguins/king"}
 
 
 async def test_areas_backslashes_and_escapes_of_tildes_are_links_to_one_page(site: Website, new: NewSource) -> None:

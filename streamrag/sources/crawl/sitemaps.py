@@ -40,7 +40,8 @@ class HostSitemaps:
         reads: dict[asyncio.Task[SitemapAnswer], str] = {}
         try:
             async with asyncio.timeout_at(until):
-                named = self._on_this_host(map(normalize_url, await self._reader.named_sitemaps(self._origin)))
+                found = await self._reader.named_sitemaps(self._origin)
+                named = self._on_this_host(normalize_url(url, self._origin) for url in found)
                 if named:
                     self._waiting, self._known, self._are_named = named, set(named), True
                 while True:

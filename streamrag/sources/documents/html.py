@@ -11,7 +11,7 @@ from typing import Any
 from crawl4ai import DefaultMarkdownGenerator
 
 from streamrag.core.text import MAX_LEVEL
-from streamrag.sources.documents.prune import prune
+from streamrag.sources.documents.prune import FENCED, prune
 from streamrag.sources.documents.reader import Content, ReadingLimits
 
 ERRORS = ("Error converting HTML to markdown:", "Error in markdown generation:")
@@ -28,11 +28,16 @@ def read_html(html: str, url: str, limits: ReadingLimits) -> Content:
 
 
 def _write_terms(converter: Any, tag: str, attributes: Any, is_start: bool) -> bool:
-    """Write terms of definition lists as headings below `MAX_LEVEL`, and an empty one at the end of each list.
+    """Write terms of definition lists as headings below `MAX_LEVEL`, and an empty one at the end of each list; and
+    listings with fences between others.
 
     Return whether the tag is dealt with. `converter` is crawl4ai's HTML2Text, which calls this for each tag. A heading
     stays on one line, and the terms of one definition are one heading.
     """
+    if tag == FENCED:
+        converter.o("\n~~~~\n")
+        converter.inside_pre = is_start
+        return True
     if tag in ("p", "div") and converter.inheader:
         converter.space = True
         return True

@@ -21,6 +21,7 @@ CODE = ("pre", "code", "kbd", "samp", "tt")
 MIN_EXTRACTED_CHARS = 250  # of an extraction; a shorter one may be a notice, as trafilatura assumes too
 MAX_EXTRACTED_ELEMENTS = 10_000  # of a page; trafilatura takes seconds for more, and is made for articles
 MIN_SHARE_OF_LINKS = 0.55  # of the text of a table of contents; at most 0.49 on the news pages, 0.6 and more on those
+MIN_ENTRY_CHARS = 100  # of an entry's text outside of links; a teaser has less
 MIN_SHARE_OF_ELEMENT = 0.75  # of the text of an element around the content, for the whole element to be content
 SELECTOR = "[\U000e0100-\U000e01ef]"  # a variation selector: printable, no letter, and never beside another one
 MARK = re.compile(SELECTOR * 2)
@@ -61,7 +62,7 @@ def keep_main_content(document: Any, title: str) -> None:
     blocks = _blocks(body)
     if chosen := _choose(document, blocks):
         _mind_heading(blocks, chosen, title)
-        _keep(body, blocks, _widen(blocks, chosen) if is_technical else chosen)
+        _keep(body, blocks, _widen(blocks, chosen) if is_technical else chosen | _entries_beside(blocks, chosen))
 
 
 def _count(root: Any, tags: Iterable[str]) -> int:
@@ -157,13 +158,38 @@ def _mind_heading(blocks: Sequence[_Block], chosen: set[int], title: str) -> Non
 
 def _widen(blocks: Sequence[_Block], chosen: set[int]) -> set[int]:
     """Return `chosen` with all blocks in between, or in the smallest element around it if most of that is chosen."""
-    paths = [_path(blocks[number].element) for number in (min(chosen), max(chosen))]
-    around = [first for first, last in zip(*paths, strict=False) if first is last][-1]
-    elements = set(around.iter())
+    elements = set(_elements_around(blocks, chosen)[-1].iter())
     inside = {number for number, block in enumerate(blocks) if block.element in elements}
     if _num_chars(blocks, inside & chosen) >= MIN_SHARE_OF_ELEMENT * _num_chars(blocks, inside):
         return inside
     return set(range(min(chosen), max(chosen) + 1))
+
+
+def _entries_beside(blocks: Sequence[_Block], chosen: set[int]) -> set[int]:
+    """Return the blocks of the entries after that of the chosen ones, such as a forum's posts or a blog's articles.
+
+    Entries have the same parent, tag and class, and together more text than the chosen blocks, of which extractors
+    take the first entry only.
+    """
+    for entry in reversed(_elements_around(blocks, chosen)[1:]):
+        if entry.tag == "article" or entry.get("class"):
+            entries = [each for each in entry.itersiblings(entry.tag) if each.get("class") == entry.get("class")]
+            sizes = list(map(_num_own_chars, entries))
+            if min(sizes, default=0) >= MIN_ENTRY_CHARS and sum(sizes) >= _num_chars(blocks, chosen):
+                elements = {element for each in entries for element in each.iter()}
+                return {number for number, block in enumerate(blocks) if block.element in elements}
+    return set()
+
+
+def _num_own_chars(element: Any) -> int:
+    """Return the number of characters outside of links."""
+    return sum(len("".join(text.split())) for text in element.xpath(".//text()[not(ancestor::a)]"))
+
+
+def _elements_around(blocks: Sequence[_Block], chosen: set[int]) -> list[Any]:
+    """Return the elements around all chosen blocks, the outermost first."""
+    paths = [_path(blocks[number].element) for number in (min(chosen), max(chosen))]
+    return [first for first, last in zip(*paths, strict=False) if first is last]
 
 
 def _path(element: Any) -> list[Any]:

@@ -70,13 +70,13 @@ def read(body: bytes, kind: str, limits: ReadingLimits, *, charset: str = "", ur
     elif kind == "markdown":
         from streamrag.sources.documents.markdown import read_markdown
 
-        content = Content(*read_markdown(decode(body, charset)))
+        content = Content(*read_markdown(decode(body, charset, is_markup=False)))
     elif kind == "pdf":
         from streamrag.sources.documents.pdf import read_pdf
 
         content = read_pdf(body, limits)
     else:
-        content = Content("", decode(body, charset))
+        content = Content("", decode(body, charset, is_markup=False))
     is_cut = len(content.text) > limits.max_chars
     title = readable(" ".join(content.title.split()))[:MAX_TITLE_CHARS]
     text, left_out = readable(content.text[: limits.max_chars]), content.left_out or TOO_LONG * is_cut

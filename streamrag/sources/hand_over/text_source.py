@@ -14,6 +14,7 @@ from typing import Any
 
 from streamrag.core import Chunk, CutShort, SourceEvent, Update
 from streamrag.core.retrieval import closing
+from streamrag.core.text import is_blank
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.sources.generators import GeneratorSource
 from streamrag.sources.passage_reader import describe_result
@@ -88,6 +89,7 @@ class TextSource:
             StreamRagError of the writer that is no ConfigurationError, such as the BackendError of the query it reads.
         """
         text = sent = ""
+        is_shown = False  # whether a piece was more than white space, as models often write first
         num_same = num_read = 0  # leading characters that `text` and `sent` share; characters of all pieces
         async with aclosing(self.writer.stream(query)) as pieces:
             try:
@@ -98,7 +100,8 @@ class TextSource:
                         text += rewrite.text[:num_left] if rewrite.start == len(text) else ""
                         break
                     text, num_same = text[: rewrite.start] + rewrite.text, min(num_same, rewrite.start)
-                    if text and (not sent or len(text) - num_same >= self.min_chars):
+                    is_shown = is_shown or not is_blank(rewrite.text)
+                    if text and is_shown and (not sent or len(text) - num_same >= self.min_chars):
                         yield self._update(text)
                         sent, num_same = text, len(text)
             except Exception as error:  # what was written before it failed still counts

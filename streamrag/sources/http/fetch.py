@@ -157,7 +157,7 @@ class Fetcher:
                 raise UnusablePageError(f"it redirects to {url}: {error}") from None
             if response.status not in REDIRECTS:
                 return self._page(url, response, rules)
-            location = response.fields["location"]
+            location = _utf8(response.fields["location"])
             target = normalize_url(location, base=url)
             if target is None:
                 raise UnusablePageError(f"it redirects to {location[:100]!r}, which is not an http or https URL")
@@ -249,18 +249,21 @@ class Fetcher:
     def _page(self, url: str, response: Response, rules: ContentRules) -> Page:
         """Return the page at `url`, which is after redirects. The response may be cached from one with other limits.
 
-        Raises UnusablePageError for a wrong media type and, unless `rules` are lenient, for an empty, blank or too
-        large body; lenient rules truncate the latter.
+        Raises UnusablePageError for a wrong media type and, unless `rules` are lenient, for a too large body, which
+        those truncate, and for an empty or blank one without a header `Refresh`.
         """
         kind = _kind(response.fields, rules)
         body, is_cut = response.body, response.is_cut
         if len(body) > self._max_bytes(rules):
             body, is_cut = self._cut(body, rules)
-        if not rules.is_lenient and (not body or body.isspace()):
-            raise UnusablePageError("it is empty")
+        refresh = _utf8(response.fields.get("refresh", ""))
+        if not rules.is_lenient and not body.strip():
+            if not refresh:
+                raise UnusablePageError("it is empty")
+            kind = "text"  # whatever it would be
         parameters = response.fields.get("content-type", "").partition(";")[2]
         charset = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", parameters, re.IGNORECASE)
-        return Page(url, kind, charset[1] if charset else "", body, is_cut, response.fields.get("refresh", ""))
+        return Page(url, kind, charset[1] if charset else "", body, is_cut, refresh)
 
     def _max_bytes(self, rules: ContentRules) -> int:
         return min(self.max_body_bytes, rules.max_bytes or self.max_body_bytes)
@@ -275,6 +278,14 @@ class Fetcher:
         """Raise OwnLimitError once the crawl has fetched more than `max_crawl_bytes`."""
         if self.max_crawl_bytes is not None and self._num_bytes > self.max_crawl_bytes:
             raise OwnLimitError(f"the crawl has reached max_crawl_bytes={self.max_crawl_bytes}")
+
+
+def _utf8(value: str) -> str:
+    """Return the value of a header field in UTF-8, as browsers read addresses, or as it is if it is not that."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeError:
+        return value
 
 
 def _to_httpcore(url: str) -> httpcore.URL:

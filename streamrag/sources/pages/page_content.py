@@ -43,4 +43,4 @@ SITEMAP_ANSWER = TypeAdapter(SitemapUrls)
 def content_version() -> str:
     """Return the versions that content depends on; cached content of other versions is not used."""
     packages = " ".join(f"{name} {version(name)}" for name in ("crawl4ai", "trafilatura", "pypdf"))
-    return f"cleaned 5 streamrag {__version__} {packages}"
+    return f"cleaned 6 streamrag {__version__} {packages}"

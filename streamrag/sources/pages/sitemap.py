@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from lxml import etree
 
@@ -29,6 +29,7 @@ MAX_ADDRESSES = 50_000  # URLs in one sitemap; the protocol allows no more
 MAX_ROOT_BYTES = 1 << 16  # bytes in which the root element is looked for
 MAX_TITLE_CHARS = 200
 MAX_SITEMAPS = 50  # sitemaps of one index; those whose URL has words of the query come first
+MAX_MEMBERS = 16  # compressed files of which one may consist
 GZIP = b"\x1f\x8b"
 SPACE = b"\xef\xbb\xbf \t\r\n"
 ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
@@ -37,6 +38,9 @@ ROOT = re.compile(rb"(?>(?>\s+|<\?.*?>|<!--.*?-->|<![^-].*?>)*)<(?:[\w.-]+:)?([\
 """The root element behind declarations and comments, matched without backtracking."""
 ROOTS = {b"urlset", b"sitemapindex", b"rss", b"RDF", b"feed", b"url", b"sitemap", b"loc"}
 """Elements that begin a sitemap, also a damaged one, or a feed."""
+LINE = re.compile(rb"[^\r\n]{1,4096}")
+AMPERSAND = re.compile(rb"&(?!#?\w{1,30};)")
+"""A sign that XML requires to be escaped, and that many addresses have."""
 TAGS = ("{*}loc", "{*}item", "{*}entry")
 
 
@@ -82,15 +86,20 @@ def _other_content(text: bytes) -> str:
 
 
 def _decompress(body: bytes) -> tuple[bytes, bool]:
-    """Return the text, unzipped up to `MAX_SITEMAP_BYTES`, and whether it is incomplete; empty for a damaged file."""
+    """Return the text, unzipped up to `MAX_SITEMAP_BYTES`, and whether it is incomplete; without what is damaged."""
     if not body.startswith(GZIP):
         return body, False
-    decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    text, is_whole = b"", False
     try:
-        text = decompressor.decompress(body, MAX_SITEMAP_BYTES)
+        for _ in range(MAX_MEMBERS):
+            decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+            text += decompressor.decompress(body, max(1, MAX_SITEMAP_BYTES - len(text)))  # 0 would be no limit
+            body, is_whole = decompressor.unused_data, decompressor.eof
+            if not body.startswith(GZIP):
+                break
     except zlib.error:
-        return b"", True
-    return text, not decompressor.eof
+        return text, True
+    return text, not is_whole or body.startswith(GZIP)
 
 
 def _is_xml(text: bytes) -> bool:
@@ -104,25 +113,26 @@ def _addresses(text: bytes) -> Iterator[tuple[str, bool, str]]:
     """
     text = text.lstrip(SPACE)  # XML allows nothing before its declaration
     if not _is_xml(text):
-        for line in io.BytesIO(text):
-            address = line[:4096].decode(errors="replace").strip()
+        for line in LINE.finditer(text):
+            address = line[0].decode(errors="replace").strip()
             if address.lower().startswith(("http://", "https://")):
                 yield address, True, ""
         return
     if ENTITY.search(text):  # a genuine sitemap declares no entities
         return
-    elements = etree.iterparse(
-        io.BytesIO(text), tag=TAGS, recover=True, resolve_entities=False, load_dtd=False, no_network=True
-    )
+    options = dict.fromkeys(("recover", "remove_comments", "no_network"), True)
+    options |= dict.fromkeys(("resolve_entities", "load_dtd"), False)
+    elements = etree.iterparse(io.BytesIO(AMPERSAND.sub(b"&amp;", text)), tag=TAGS, **options)
     try:
         for _, element in elements:
             entry = element
-            if etree.QName(element).localname == "loc":
+            if _name(element) == "loc":
                 entry = element.getparent()
-                name = etree.QName(entry).localname if entry is not None else ""
-                yield (element.text or "").strip(), name != "sitemap", ""
+                if _name(entry) != "image":
+                    yield _unescaped(element.text), _name(entry) != "sitemap", ""
             else:
-                yield _feed_link(element), True, (element.findtext("{*}title") or "")[:MAX_TITLE_CHARS]
+                title = "".join(text for title in element.iterchildren("{*}title") for text in title.itertext())
+                yield _feed_link(element), True, title[:MAX_TITLE_CHARS]
             element.clear()
             while entry is not None and entry.getparent() is not None and entry.getprevious() is not None:
                 del entry.getparent()[0]  # frees memory: drops the elements read so far
@@ -130,11 +140,22 @@ def _addresses(text: bytes) -> Iterator[tuple[str, bool, str]]:
         return
 
 
+def _name(element: Any) -> str:
+    """Return the name of an element without its namespace, or a prefix that is not declared; "" for None."""
+    return "" if element is None else re.split("[}:]", element.tag)[-1]
+
+
+def _unescaped(address: str | None) -> str:
+    """Return an address without white space around it, and without escapes in CDATA, which stay there."""
+    return (address or "").strip().replace("&amp;", "&")
+
+
 def _feed_link(entry: Any) -> str:
-    """Return the address of an RSS item or an Atom entry, or ""."""
+    """Return the address of an RSS item, by its link or else its permanent name, or of an Atom entry; or ""."""
     for link in entry.iterchildren("{*}link"):
-        if address := (link.text or "").strip() or (
-            link.get("href", "") if link.get("rel", "alternate") == "alternate" else ""
-        ):
-            return str(address)
-    return ""
+        if address := _unescaped(link.text):
+            return address
+        if link.get("rel", "alternate") == "alternate" and (address := link.get("href", "")):
+            return urljoin(link.base or "", address)
+    guid = entry.find("{*}guid")
+    return "" if guid is None or guid.get("isPermaLink") == "false" else _unescaped(guid.text)
