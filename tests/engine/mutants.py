@@ -11,6 +11,7 @@ import importlib
 import importlib.machinery
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -1235,8 +1236,24 @@ def run_test_of(name: str, mutants: Sequence[Mutant]) -> int:
     finder: Any = _MutantFinder(mutant)
     sys.meta_path.insert(0, finder)
     pytest = importlib.import_module("pytest")
-    status = int(pytest.main([mutant.test, "-q", "-p", "no:cacheprovider"]))
-    return CAUGHT if status == 1 else status and 1
+    failures = _Failures()
+    try:
+        # Other traces parse source texts, in which CPython 3.11 fails if the collector closes a generator meanwhile.
+        options = ("-q", "-p", "no:cacheprovider", "--tb=native")
+        status = int(pytest.main([mutant.test, *options], plugins=[failures]))
+    except Exception:  # pytest may raise at its end what a failed test has left behind
+        traceback.print_exc()
+        status = 1
+    return CAUGHT if failures.num else status and 1
+
+
+class _Failures:
+    """A plugin of pytest that counts the tests that fail."""
+
+    num = 0
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.num += report.failed
 
 
 def main(mutants: Sequence[Mutant] = MUTANTS) -> int:

@@ -313,16 +313,17 @@ class McpResourceSource(_McpSource):
 
 
 def _structured(value: Any, name: str) -> list[Any] | None:
-    """Return a mapping with text, or the one list of such mappings that `value` is or has among its fields, with a
-    `Skipped` for each entry without text; None for any other value.
+    """Return the one list of mappings with text that `value` is or has among its fields, with a `Skipped` for each
+    entry without text; or else a mapping with text; None for any other value.
 
     The only list of a value without text may also be empty.
     """
     if isinstance(value, Mapping):
-        if _has_text(value):
-            return [value]
         lists = [field for field in value.values() if isinstance(field, list)]
-        found = [field for field in lists if any(map(_has_text, field))] or lists
+        found = [field for field in lists if any(map(_has_text, field))]
+        if len(found) != 1 and _has_text(value):
+            return [value]
+        found = found or lists
         value = found[0] if len(found) == 1 else None
     if not isinstance(value, list) or (value and not any(map(_has_text, value))):
         return None

@@ -156,6 +156,6 @@ def _feed_link(entry: Any) -> str:
         if address := _unescaped(link.text):
             return address
         if link.get("rel", "alternate") == "alternate" and (address := link.get("href", "")):
-            return urljoin(link.base or "", address)
+            return str(urljoin(link.base or "", address))
     guid = entry.find("{*}guid")
     return "" if guid is None or guid.get("isPermaLink") == "false" else _unescaped(guid.text)
