@@ -11,6 +11,7 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -166,12 +167,16 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYT
     return content
 
 
-def parse_json(text: bytes | str) -> Any:
-    """Parse JSON of bounded depth and digits, or raise ValueError; lone surrogates become U+FFFD."""
+def parse_json(text: bytes | str, *, is_strict: bool = True) -> Any:
+    """Parse JSON of bounded depth and digits, or raise ValueError; lone surrogates become U+FFFD.
+
+    is_strict: whether numbers that are too large, or not finite, are errors. Otherwise they become None.
+    """
     if isinstance(text, bytes):
         text = MarkedText().convert(text, is_last=True).decode()
     try:
-        value = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=_parse_float)
+        parse_int, parse_float = (each if is_strict else _or_none(each) for each in (_parse_int, _parse_float))
+        value = json.loads(text, parse_int=parse_int, parse_float=parse_float, parse_constant=parse_float)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if text.count("[") + text.count("{") > MAX_DEPTH or _SURROGATE.search(text):
@@ -201,6 +206,17 @@ def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
+
+
+def _or_none(parse: Callable[[str], float]) -> Callable[[str], float | None]:
+    """Return `parse`, but with None in place of a ValueError."""
+
+    def parse_or_none(digits: str) -> float | None:
+        with suppress(ValueError):
+            return parse(digits)
+        return None
+
+    return parse_or_none
 
 
 def _parse_int(digits: str) -> int:
