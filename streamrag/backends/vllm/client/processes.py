@@ -7,7 +7,6 @@ process, however it ends.
 """
 
 import asyncio
-import atexit
 import gc
 import importlib
 import logging
@@ -72,7 +71,6 @@ def check_can_start(model: Path | str) -> None:
 
 def import_vllm() -> Any:
     """Import all that an engine needs, which takes seconds, and return `vllm`; ConfigurationError if it is broken."""
-    atexit.register(gc.freeze)  # at exit, collections of vLLM's 700,000 objects would take 4 s
     with _environment({"VLLM_CONFIGURE_LOGGING": "0"}), _no_collections():
         try:
             importlib.import_module("vllm.v1.engine.async_llm")
