@@ -1,8 +1,6 @@
 """Run the `streamrag` program with `python -m streamrag`."""
 
-import sys
-
-from streamrag.cli import main
+from streamrag.cli import run_and_exit
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit()

@@ -232,6 +232,24 @@ main()
 """
 
 
+@pytest.mark.parametrize(("command", "status"), [(["serve", "--print-config"], 0), (["serve", "--check"], 1)])
+def test_a_program_runs_exit_handlers_and_leaves_the_teardown_out(command: list[str], status: int) -> None:
+    code = f"""
+import atexit, sys
+from streamrag.cli import run_and_exit
+class Object:
+    def __del__(self):
+        print("torn down", flush=True)
+kept = Object()
+atexit.register(print, "exit handlers")
+sys.argv[1:] = {command!r}
+run_and_exit()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == status, done.stderr
+    assert done.stdout.endswith("exit handlers\n")
+
+
 def test_a_stopped_program_does_not_wait_for_threads_that_never_end() -> None:
     ran = subprocess.run([sys.executable, "-c", NOT_ENDING], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (130, "streamrag: stopped. as far as it came\n")

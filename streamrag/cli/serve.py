@@ -125,10 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
     defaults = _make_demo(arguments, options) if arguments.demo else {}
     loaded = load(arguments.config, os.environ, options, defaults=defaults)
     problems = check(loaded)
+    errors = Output(stderr=True)
     if arguments.check and not problems:
-        problems = asyncio.run(check_model(loaded))
+        problems = asyncio.run(check_model(loaded, errors.print_line))
     if problems:
-        errors = Output(stderr=True)
         for problem in problems:
             errors.print_line(markup("[red]{}:[/] {}", problem.where, problem.what))
             if problem.remedy:

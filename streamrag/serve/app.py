@@ -84,7 +84,7 @@ def _status_routes(service: Service) -> list[BaseRoute]:
         return PlainTextResponse(f"not ready: {why}\n", 503, {"retry-after": "5"})
 
     health = Route("/health", healthz)  # vLLM's name, which GuideLLM and others ask for
-    of_models = [Route("/v1/models", models), Route("/v1/models/{id:path}", model)]
+    of_models = [*(Route(path, models) for path in ("/v1/models", "/v1/models/")), Route("/v1/models/{id:path}", model)]
     return [Route("/healthz", healthz), health, Route("/readyz", readyz), *of_models]
 
 

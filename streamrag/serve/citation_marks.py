@@ -84,7 +84,7 @@ def document_url(uri: str, base_url: str | None) -> str | None:
         return None
     if parts.scheme:
         return uri if parts.scheme in ("http", "https") and parts.hostname else None
-    return f"{base_url.rstrip('/')}/{quote(uri.lstrip('/'), errors='replace')}" if base_url else None
+    return f"{base_url.rstrip('/')}/{quote(uri.lstrip('/'), errors='replace')}" if base_url and uri else None
 
 
 def file_id(passage: Passage) -> str:

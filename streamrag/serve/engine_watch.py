@@ -41,8 +41,8 @@ class ServerCheck:
         self._answers = True
 
     async def answers(self) -> bool:
-        """Return whether the server of an `OpenAIBackend` answered lately, with a status below 500, as proxies send for
-        servers that are gone; True for other backends."""
+        """Return whether the server of an `OpenAIBackend` answered lately; True for other backends. Proxies send 502
+        and the like for servers that are gone, but 501 comes from one that has no list of models."""
         async with self._lock:
             server = getattr(self._backend, "_server", None)
             if isinstance(server, Server) and time.monotonic() - self._checked_s >= CHECK_S:
@@ -51,7 +51,7 @@ class ServerCheck:
                     async with asyncio.timeout(READY_S):
                         response = await server._send("GET", "/models", None)
                         await response.aclose()
-                    self._answers = response.status_code < 500
+                    self._answers = response.status_code < 500 or response.status_code == 501
                 self._checked_s = time.monotonic()
             return self._answers
 

@@ -12,7 +12,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -166,12 +166,14 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYT
     return content
 
 
-def parse_json(text: bytes | str) -> Any:
-    """Parse JSON of bounded depth and digits, or raise ValueError; lone surrogates become U+FFFD."""
+def parse_json(text: bytes | str, *, is_strict: bool = True) -> Any:
+    """Parse JSON of bounded depth and digits, or raise ValueError; lone surrogates become U+FFFD. Unless strict,
+    numbers that are too large, or not finite, become None."""
     if isinstance(text, bytes):
         text = MarkedText().convert(text, is_last=True).decode()
     try:
-        value = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=_parse_float)
+        number = partial(_number, is_strict=is_strict)
+        value = json.loads(text, parse_int=partial(number, is_int=True), parse_float=number, parse_constant=number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if text.count("[") + text.count("{") > MAX_DEPTH or _SURROGATE.search(text):
@@ -203,18 +205,16 @@ def _adapter(kind: Any) -> Any:
     return TypeAdapter(kind)
 
 
-def _parse_int(digits: str) -> int:
-    if len(digits) > 20 or abs(int(digits)) > MAX_INTEGER:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
-
-
-def _parse_float(digits: str) -> float:
-    """Return the number; raise ValueError if it is too large for a float, or "NaN" or "Infinity"."""
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{digits[:40]} is not a finite number")
-    return value
+def _number(digits: str, *, is_int: bool = False, is_strict: bool) -> float | None:
+    """Return the number. If it has more than 64 bits, or is no finite float, return None or, if strict, raise
+    ValueError."""
+    is_long = is_int and (len(digits) > 20 or abs(int(digits)) > MAX_INTEGER)
+    value = math.inf if is_long else int(digits) if is_int else float(digits)
+    if math.isfinite(value):
+        return value
+    if is_strict:
+        raise ValueError(f"a number has {len(digits)} digits" if is_int else f"{digits[:40]} is not a finite number")
+    return None
 
 
 def _cleaned(value: Any, num_levels: int = MAX_DEPTH) -> Any:

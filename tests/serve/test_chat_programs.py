@@ -64,6 +64,31 @@ async def test_tools_are_ignored_however_they_are_written_where_the_operator_say
     assert served.source.queries == [QUESTION[0]["content"]]
 
 
+async def test_tools_are_ignored_in_responses_too() -> None:
+    tools = [{"type": "function", "name": "f", "parameters": {"description": "x" * 20_000}}, {"type": "file_search"}]
+    items = [
+        *QUESTION,
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"},
+        {"type": "function_call_output", "call_id": "1", "output": "blue"},
+    ]
+    async with serving(ignores_tools=True) as served:
+        for choice, queries in (("required", [QUESTION[0]["content"]]), ("none", [])):
+            served.source.queries.clear()
+            body = {"input": items, "tools": tools, "tool_choice": choice}
+            answer = await served.http.post("/v1/responses", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["tools"] == [{"type": "file_search"}]
+            assert (served.source.queries, "blue" in prompt_of(served)) == (queries, False)
+
+
+@pytest.mark.parametrize("ignores_tools", [False, True])
+@pytest.mark.parametrize("value", ["none", "auto"])
+async def test_the_choice_of_a_function_asks_for_nothing_where_there_is_none(value: str, ignores_tools: bool) -> None:
+    async with serving(ignores_tools=ignores_tools) as served:
+        answer = await served.http.post("/v1/chat/completions", json={"messages": QUESTION, "function_call": value})
+        assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(
     "body", [{"model": "scripted-chat"}, {"tool_choice": "none"}, {"model": "scripted-chat", "stream": True}]
 )
@@ -93,6 +118,7 @@ async def test_the_models_are_listed_and_found_by_name() -> None:
         for each in listed:
             found = await served.http.get(f"/v1/models/{each['id']}")
             assert (found.status_code, found.json()) == (200, each)
+        assert (await served.http.get("/v1/models/")).json()["data"] == listed
         missing = await served.http.get("/v1/models/org/other")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
@@ -106,6 +132,7 @@ NOTHING = {
     "top_k": -1,
     "functions": [],
     "function_call": "",
+    "previous_response_id": "",
     "tool_choice": "",
     "response_format": {},
     "logit_bias": {},
@@ -244,6 +271,7 @@ async def test_a_document_without_an_address_is_cited_as_a_file() -> None:
         ("/srv/a#1?.md", "https://b.example/d/srv/a%231%3F.md"),
         ("//evil.example/a", "https://b.example/d/evil.example/a"),
         ("\ud800.md", "https://b.example/d/%3F.md"),
+        ("", None),
     ],
 )
 def test_the_address_of_a_document_is_its_own_or_below_that_of_all(uri: str, url: str | None) -> None:
@@ -266,7 +294,13 @@ async def test_a_service_whose_server_does_not_answer_is_not_ready(monkeypatch: 
         async def hangs(request: Request) -> None:
             await hold.wait()
 
-        for handler, expected in ((reply({}, 502), 503), (reply({}, 404), 200), (hangs, 503), (reply([]), 200)):
+        for handler, expected in (
+            (reply({}, 502), 503),
+            (reply({}, 404), 200),
+            (reply({}, 501), 200),
+            (hangs, 503),
+            (reply([]), 200),
+        ):
             server.send_models = handler
             assert await status() == expected
         hold.set()
@@ -277,13 +311,20 @@ async def test_a_service_whose_server_does_not_answer_is_not_ready(monkeypatch: 
 async def test_a_check_names_a_model_that_the_server_or_the_machine_does_not_have(tmp_path: Path) -> None:
     async with Server() as server:
         for name, wrong in (("tiny", False), ("other-model", True)):
-            problems = await check_model(load(None, {}, {"model.server": server.url, "model.name": name}))
+            problems = await check_model(load(None, {}, {"model.server": server.url, "model.name": name}), print)
             assert [problem.where for problem in problems] == ["option --model.name"] * wrong
+        used_anyway = {"model.server": server.url, "model.name": "other-model", "model.max_model_len": 4096}
+        lines: list[str] = []
+        assert await check_model(load(None, {}, used_anyway), lines.append) == []
+        assert "does not serve 'other-model'. It serves: tiny" in lines[1]
     await_later = {"model.server": "http://127.0.0.1:1", "model.name": "other-model"}
-    assert await check_model(load(None, {}, await_later)) == []
+    assert await check_model(load(None, {}, await_later), lines.append) == []
+    assert lines[-1].startswith("not checked: http://127.0.0.1:1/v1 cannot be reached")
 
 
 def test_an_address_of_documents_is_one_and_ignored_tools_need_no_parser() -> None:
+    for address in ("docs", "https:///docs", "https://docs.example/?page=", "https://docs.example/#"):
+        assert any("--source.base_url" in str(each) for each in load(None, {}, {"source.base_url": address}).problems)
     options = {"source.base_url": "docs", "model.ignore_tools": True, "model.tool_call_parser": "hermes"}
     problems = [str(each) for each in check(load(None, {}, {**options, "model.name": "x", "server.port": 0}))]
     assert any("--source.base_url" in each for each in problems)

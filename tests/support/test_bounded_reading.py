@@ -141,6 +141,11 @@ def test_json_that_means_harm_is_refused(text: str | bytes, message: str) -> Non
         parse_json(text)
 
 
+def test_numbers_that_are_too_large_or_not_finite_may_be_read_as_none() -> None:
+    text = f"[NaN, -Infinity, 1e999, {1 << 63}, {'1' * 5000}, 1.5, {(1 << 63) - 1}]"
+    assert parse_json(text, is_strict=False) == [None] * 5 + [1.5, (1 << 63) - 1]
+
+
 def test_json_of_every_other_kind_is_read_and_halves_of_characters_are_mended() -> None:
     assert parse_json("[" * 32 + "]" * 32)
     assert parse_json(b'{"\\ud800": ["\\uDC00x", "\\ud83d\\ude00"], "n": [1e3, -5, true, null]}') == {

@@ -54,7 +54,7 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return parse_json(value)
+        return parse_json(value, is_strict=False)
     except ValueError:
         return None
 

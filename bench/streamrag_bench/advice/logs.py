@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ from streamrag_bench.advice.table import EventTable
 HELP = 'give a trace, JSON lines with "query", "event" and "seconds", OpenTelemetry spans, or a CSV with three columns'
 
 _SPACE = re.compile(r"[\s\ufeff]*")
+_VALUE = re.compile(r'^[\[{]\s*(?:["{\[]|$)', re.MULTILINE)
+"""The beginning of a line at which an object or a list of JSON begins, and none of a CSV."""
+MAX_LINES_BEFORE = 100  # lines in front of the first JSON or span, such as the rest of one that was cut off
 
 Event = LogLine | TraceSpan | BrokenSpan
 
@@ -67,13 +70,15 @@ class _Log:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._head = next(LineReader(path).lines(), b"")
-        self.first_line = next((text.strip("\ufeff \t\r\n") for text in self._texts("replace") if text.strip()), "")
+        lines = [text.strip("\ufeff \t\r\n") for text in islice(self._texts("replace"), MAX_LINES_BEFORE)]
+        self.first_line = next(chain(filter(_VALUE.match, lines), filter(None, lines)), "")
         self.notes: dict[str, Any] = {}
         """Facts about how the file was read, for the provenance."""
         self._num_spans = 0
 
     def events(self) -> Iterator[LogLine | TraceSpan]:
-        """Yield the events. Raises TraceError, which names the line, unless there are spans in others."""
+        """Yield the events. Raises TraceError, which names the first broken line, unless there are spans in others."""
+        wrong: TraceError | None = None
         for number, make in self._makers():
             try:
                 for event in make:
@@ -84,9 +89,12 @@ class _Log:
                         yield event
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, csv.Error) as error:
                 what = _problem(error)
-                if not self._num_spans:
-                    raise TraceError(f"{self._path}, line {number}: {what}{self._separator()}; {HELP}") from error
                 self._leave_out(f"line {number}: {what}")
+                wrong = wrong or TraceError(f"{self._path}, line {number}: {what}{self._separator()}; {HELP}")
+                if not self._num_spans and self.notes["num_broken_spans"] > MAX_LINES_BEFORE:
+                    break
+        if wrong and not self._num_spans:
+            raise wrong
 
     def _makers(self) -> Iterator[tuple[int, Iterable[Event]]]:
         """Yield the number of each line, or of the first line of each value, and an iterable of its events."""
@@ -109,6 +117,8 @@ class _Log:
             if table is None:
                 table = EventTable(row)
                 self.notes["separator"] = table.separator
+            while table.continues(row) and (following := next(lines, None)):
+                row = f"{row}\n{following[1]}"
             yield number, table.events(row)
 
     def _texts(self, errors: str) -> Iterator[str]:
@@ -141,28 +151,30 @@ def _problem(error: Exception) -> str:
 
 def _is_value(line: str) -> bool:
     try:
-        parse_json(line)
+        parse_json(line, is_strict=False)
     except ValueError:
         return False
     return True
 
 
 def _values(text: str) -> Iterator[tuple[int, Iterable[Event]]]:
-    """Yield the JSON values in a text, each on several lines, as the number of its first line and its events."""
+    """Yield the JSON values in a text, each on several lines, as the number of its first line and its events. A value
+    that is broken, or other text, ends where a line begins as another value does."""
     decoder, end, number = json.JSONDecoder(), 0, 1
     while (begin := _SPACE.match(text, end).end()) < len(text):  # type: ignore[union-attr]
         number += text.count("\n", end, begin)
         try:
             _, end = decoder.raw_decode(text, begin)
-        except (RecursionError, ValueError):
-            end = len(text)  # then parsing it says why
+        except (RecursionError, ValueError) as error:  # then parsing it says why
+            following = _VALUE.search(text, max(begin + 1, getattr(error, "pos", len(text))))
+            end = following.start() if following else len(text)
         yield number, _json_events(text[begin:end])
         number += text.count("\n", begin, end)
 
 
 def _json_events(text: str) -> Iterator[Event]:
     """Yield the events of a JSON value: spans, an event, or a list of events. Raises what wrong values raise."""
-    value = parse_json(text)
+    value = parse_json(text, is_strict=False)
     for each in value if isinstance(value, list) else [value]:
         yield from spans_in(each) if has_spans(each) else [LogLine.model_validate(each)]
 

@@ -85,7 +85,7 @@ def has_spans(value: Any) -> bool:
 
 
 def spans_in(value: Any, *, are_spans: bool = True) -> Iterator[TraceSpan | BrokenSpan]:
-    """Yield the spans in OTLP's JSON, in lists of it, or in other JSON of spans; raise TypeError for anything else."""
+    """Yield the spans in OTLP's JSON, in lists of it, or in other JSON of spans."""
     if isinstance(value, list):
         for each in value:
             yield from spans_in(each, are_spans=are_spans)
@@ -93,13 +93,11 @@ def spans_in(value: Any, *, are_spans: bool = True) -> Iterator[TraceSpan | Brok
         for name in CONTAINERS:
             if value.get(name) is not None:
                 yield from spans_in(value[name], are_spans=name == "spans")
-    elif are_spans:
+    elif are_spans or not isinstance(value, dict):
         try:
             yield _span(value)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             yield BrokenSpan(reason=f"{error!r:.200}")
-    elif not isinstance(value, dict):
-        raise TypeError("spans are not in a list")
 
 
 def protobuf_values(content: bytes) -> list[Any]:
@@ -107,9 +105,11 @@ def protobuf_values(content: bytes) -> list[Any]:
 
     The list is empty if the content is something else.
     """
+    from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
     from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-    from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+    from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[import-untyped]
+    from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
     def messages() -> Iterator[bytes]:
         place = 0
@@ -120,12 +120,20 @@ def protobuf_values(content: bytes) -> list[Any]:
         if not place:
             yield content
 
-    values: list[Any] = []
-    try:
-        values.extend(MessageToDict(TracesData.FromString(message)) for message in messages())
-    except DecodeError:
-        values.append({"spans": [None]})  # torn, as after a killed program: a broken span
-    return values if any(each.get("scopeSpans") for value in values for each in value.get("resourceSpans", ())) else []
+    def spans(message: bytes, *path: int) -> Iterator[Any]:
+        """Yield the spans at the end of a path of fields, each decoded by itself; None for what is broken."""
+        try:
+            if not path:
+                yield MessageToDict(Span.FromString(message))
+            for field in UnknownFieldSet(Empty.FromString(message)) if path else ():
+                if field.field_number == path[0] and isinstance(field.data, bytes):
+                    yield from spans(field.data, *path[1:])
+        except DecodeError:  # text that is no UTF-8, or a file that ends early, as a killed program's
+            yield None
+
+    path = (1, 2, 2)  # resource_spans, scope_spans, spans
+    values = [span for message in messages() for span in spans(message, *path)]
+    return [{"spans": values}] if any(values) else []
 
 
 def lines_of(spans: Sequence[TraceSpan]) -> Iterator[LogLine]:
@@ -248,7 +256,7 @@ def _plain(value: Any) -> Any:
             return [_plain(each) for each in content.get("values", ())]
         case "kvlistvalue":
             return _attributes(content.get("values", ()))
-        case "intvalue":
+        case "intvalue" if content is not None:
             return int(content)
         case _:
             return content

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,7 @@ BROKEN: dict[str, Any] = {
     "an end of zero": span(9, 1, "VectorStoreRetriever", 1, 9) | {"endTimeUnixNano": "0"},
     "null as end": span(9, 1, "VectorStoreRetriever", 0, 9) | {"endTimeUnixNano": None},
     "an end that is text": span(9, 1, "VectorStoreRetriever", 0, 9) | {"endTimeUnixNano": "soon"},
+    "an end that is infinite": span(9, 1, "VectorStoreRetriever", 0, 9) | {"endTimeUnixNano": math.inf},
     "an end without end": span(9, 1, "VectorStoreRetriever", 0, 9) | {"endTimeUnixNano": "9" * 400},
     "no start": without(span(9, 1, "VectorStoreRetriever", 0, EPOCH), "startTimeUnixNano"),
     "attributes of null": span(9, 1, "VectorStoreRetriever", 0, 9) | {"attributes": None},
@@ -386,11 +388,41 @@ def test_a_broken_line_among_spans_is_left_out_too(tmp_path: Path) -> None:
     trace = read(tmp_path, "\n".join([*lines, "{}", lines[0][:100]]))
     assert shape(trace) == RIGHT
     assert trace.provenance["num_broken_spans"] == 2
-    torn = protobuf(retrieval_qa(True)[:1])
-    torn = len(torn).to_bytes(4, "big") + torn[:-5]
-    whole = ENCODINGS["protobuf with lengths"](retrieval_qa(True))
-    trace = read(tmp_path, whole + torn)
-    assert (shape(trace), trace.provenance["num_broken_spans"]) == (RIGHT, 1)
+
+
+@pytest.mark.parametrize("encoding", ["a span in each line", "the console"])
+@pytest.mark.parametrize("before", ['ngValue": "x"}}]}]}]}]}', '{"resourceSpans": [{"scopeSp', "started"])
+def test_text_around_values_is_left_out_and_the_values_are_read(tmp_path: Path, encoding: str, before: str) -> None:
+    content = ENCODINGS[encoding](retrieval_qa(True)).decode().replace("}\n{", "}\nan answer\n{", 1)
+    trace = read(tmp_path, f"{before}\n{content}")
+    assert shape(trace) == RIGHT
+    assert trace.provenance["num_broken_spans"] == 2
+    assert "line 1: it is no event" in trace.provenance["first_broken_span"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "18446744073709551615"])
+def test_a_number_that_is_not_needed_may_be_any(tmp_path: Path, value: str) -> None:
+    content = json.dumps(export([*retrieval_qa(True, score=123456789)])).replace("123456789", value)
+    trace = read(tmp_path, content)
+    assert (shape(trace), trace.provenance.get("num_broken_spans")) == (RIGHT, None)
+
+
+def test_null_in_place_of_lists_and_resources_is_left_out(tmp_path: Path) -> None:
+    value = export(retrieval_qa(True))
+    value["resourceSpans"] += [None, {"scopeSpans": None}, {"scopeSpans": [None, {"spans": None}]}]
+    trace = read(tmp_path, json.dumps(value))
+    assert (shape(trace), trace.provenance["num_broken_spans"]) == (RIGHT, 2)
+
+
+def test_a_broken_span_in_protobuf_is_left_out_alone(tmp_path: Path) -> None:
+    spans = retrieval_qa(True)
+    messages = [protobuf([each]) for each in [*spans[:1], span(9, 1, "Retriever", 0, 9), *spans[1:]]]
+    messages[1] = messages[1].replace(b"Retriever", b"Retri\xffver")
+    torn = len(messages[0]).to_bytes(4, "big") + messages[0][:-5]
+    content = b"".join(len(message).to_bytes(4, "big") + message for message in messages)
+    for whole, num_broken in ((content, 1), (content + torn, 2), (b"".join(messages), 1)):
+        trace = read(tmp_path, whole)
+        assert (shape(trace), trace.provenance["num_broken_spans"]) == (RIGHT, num_broken)
 
 
 def test_spans_that_were_exported_twice_count_once(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ def shape(trace: Trace) -> tuple[float, list[tuple[float, int]]]:
 
 EUROPEAN = (HEADING + PAGE).replace(",", ";").replace(".", ",")
 QUOTED = '"query","event","seconds"\n"1","question",12\n"1","chunk:310",12.4\n"1","chunk",12.4\n"1","end",13.1\n'
+NOTES = HEADING.replace("\n", ",note\n") + PAGE.replace("\n", ',5" disk\n')
+LINES = HEADING.replace("\n", ",text\n") + PAGE.replace("\n", ',"Is ""this""\n\na cell?"\n')
 R = '"","query","event","seconds"\n"1",1,"question",12\n"2",1,"chunk:310",12.4\n"3",1,"chunk",12.4\n"4",1,"end",13.1\n'
 
 
@@ -54,6 +56,11 @@ R = '"","query","event","seconds"\n"1",1,"question",12\n"2",1,"chunk:310",12.4\n
         ("\ufeff" + QUOTED, ","),
         (QUOTED.replace(",", ";").replace("12.4", "12,4").replace("13.1", '"13,1"'), ";"),
         (R, ","),
+        (R.removeprefix('"",'), ","),
+        (NOTES, ","),
+        (LINES, ","),
+        ("\ufeff" + LINES.replace(",", ";").replace("\n", "\r\n"), ";"),
+        (QUOTED.replace(",", ", "), ","),
         (R.replace(",", ";").replace(".", ","), ";"),
         ('"event","seconds","query"\n"question",12,1\n"chunk:310",12.4,1\n"chunk",12.4,1\nend,13.1,1\n', ","),
         (PAGE.replace("12.4", '"12,4"').replace("13.1", '"13,1"'), ","),

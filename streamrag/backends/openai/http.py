@@ -201,7 +201,7 @@ class _NotAnObjectError(Exception):
 def _object(text: str, *, may_be_list: bool = False) -> dict[str, Any]:
     """Return the JSON object in `text`; raise _NotAnObjectError for anything else, or for too many values."""
     try:
-        value = parse_json(text) if sum(map(text.count, ",[{")) <= MAX_VALUES else None
+        value = parse_json(text, is_strict=False) if sum(map(text.count, ",[{")) <= MAX_VALUES else None
     except ValueError:
         value = None
     if may_be_list and isinstance(value, list):
@@ -226,8 +226,8 @@ MAX_STRAY_LINES = 100
 
 
 async def event_data(body: AsyncIterator[bytes], stray: list[str]) -> AsyncGenerator[str, None]:
-    """Yield the data of each event that has some, without spaces around it, of a stream of server-sent events as in
-    https://html.spec.whatwg.org/multipage/server-sent-events.html.
+    """Yield the data of each event that has some, but null, without spaces around it, of a stream of server-sent events
+    as in https://html.spec.whatwg.org/multipage/server-sent-events.html.
 
     The last event needs no empty line behind it if it ends as an object does. The first lines that belong to no event,
     usually an error in another format, are appended to `stray`.
@@ -239,7 +239,7 @@ async def event_data(body: AsyncIterator[bytes], stray: list[str]) -> AsyncGener
             if name == "data":
                 fields.append(value.removeprefix(" "))
             elif not line:
-                if data := "\n".join(fields).strip():
+                if (data := "\n".join(fields).strip()) not in ("", "null"):
                     yield data
                 fields.clear()
             elif name not in OTHER_FIELDS and len(stray) < MAX_STRAY_LINES:

@@ -13,6 +13,7 @@ import anyio.to_thread
 
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
 from streamrag.backends.vllm.client.lane_engine import INSTALL
+from streamrag.core import Progress
 from streamrag.core.lifecycle import start_all
 from streamrag.errors import MissingDependencyError, ServerError, StreamRagError, install_line
 from streamrag.routing import make_router
@@ -93,15 +94,15 @@ def check(loaded: Loaded) -> list[Problem]:
     return problems
 
 
-async def check_model(loaded: Loaded) -> list[Problem]:
+async def check_model(loaded: Loaded, progress: Progress) -> list[Problem]:
     """Return what only the model's tokenizer or server shows: that there is no such model, or a wrong tool parser. A
-    server that does not answer is no problem: it may be started later."""
+    server that does not answer is no problem, as it may be started later, but its error goes to `progress`."""
     settings, where = loaded.settings, "model.name"
     model, parser = settings.model, make_tool_parser(settings.model)
     try:
         if model.server is not None:
             backend = make_backend(model, settings.engine)
-            async with await start_all([backend], lambda line: None):
+            async with await start_all([backend], progress):
                 tokenizer = backend.model.tokenizer
         elif parser is not None or local_model_path(model.name) is None:
             of_engine = partial(HuggingFaceTokenizer.of_engine, model.name, settings.engine.engine_args)
@@ -109,8 +110,10 @@ async def check_model(loaded: Loaded) -> list[Problem]:
         if parser is not None:
             where = "model.tool_call_parser"
             await anyio.to_thread.run_sync(parser.load, tokenizer)
+    except ServerError as error:
+        progress(f"not checked: {error}")
     except StreamRagError as error:
-        return [] if isinstance(error, ServerError) else [Problem(loaded.where(where), str(error))]
+        return [Problem(loaded.where(where), str(error))]
     return []
 
 

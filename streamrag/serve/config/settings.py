@@ -70,7 +70,7 @@ class SourceSettings(_Crawled):
 
     base_url: str | None = Field(
         default=None,
-        pattern="^https?://[^/]",
+        pattern="^https?://[^/?#][^?#]*$",
         description="address of the documents, for citations whose URI is a path",
     )
     table: str = Field(default="passages", description="the table of `postgres`")

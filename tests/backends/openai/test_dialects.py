@@ -54,6 +54,8 @@ def body(text: str | bytes, content_type: str = "text/event-stream") -> Handler:
         f"data: {PARIS}\n\ndata: {IS}",
         f"data: {PARIS}\n\ndata: {IS}\n\n",
         "".join(f"data: {line}\n" for line in json.dumps(chunk("Paris "), indent=1).split("\n")) + f"\ndata: {IS}\n\n",
+        f"data: null\n\ndata: {PARIS}\n\ndata: null\n\ndata: {IS}\n\n{DONE}",
+        f'data: {PARIS[:-1]}, "seed": 16147046464046250000, "score": NaN}}\n\ndata: {IS}\n\n{DONE}',  # Together's seed
         f": OPENROUTER PROCESSING\n\nevent: message\ndata: {PARIS}\n\nfoo: bar\ndata: {IS}\n\n{DONE}",
     ],
 )  # fmt: skip

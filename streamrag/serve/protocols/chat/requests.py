@@ -117,6 +117,7 @@ class ChatRequest(RequestModel):
     response_format: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), BeforeValidator(check_size)] | None = None
     tool_choice: Any = None
+    function_call: Any = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     # Permitted where the model's chat template does not use them:
@@ -153,6 +154,7 @@ class ChatRequest(RequestModel):
             "n": self.n not in (None, 1),
             "response_format": (self.response_format or {}).get("type") not in (None, "text"),
             "tool_choice": self.tool_choice not in ("none", "auto", *NOTHING),
+            "function_call": self.function_call not in ("none", "auto", *NOTHING),
             "reasoning_effort": self.reasoning_effort not in NOTHING and "reasoning_effort" in chat_template,
             "chat_template_kwargs": any(
                 value is not None and name in chat_template for name, value in for_template.items()

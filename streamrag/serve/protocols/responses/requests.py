@@ -46,7 +46,7 @@ class ResponseRequest(RequestModel):
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)] | None = None
     model: str | None = None
     instructions: str | None = None
-    previous_response_id: Id | None = None
+    previous_response_id: Annotated[str, Field(max_length=128)] | None = None
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: int | None = None
@@ -66,6 +66,15 @@ class ResponseRequest(RequestModel):
     # Permitted only with values that change nothing:
     reasoning: Any = None
     top_logprobs: int | None = None
+
+    def without_tools(self) -> "ResponseRequest":
+        """Return the request as if the client had no tools, but may search files: without calls and results either."""
+        items = self.input
+        if isinstance(items, list):
+            items = [item for item in items if not str(item.get("type")).endswith(("_call", "_output"))]
+        choice = self.tool_choice if self.tool_choice == "none" else None
+        searches = [tool for tool in self.tools or () if tool.get("type") == "file_search"]
+        return self.model_copy(update={"input": items, "tool_choice": choice, "tools": searches or None})
 
     @property
     def is_prepared_only(self) -> bool:
@@ -165,6 +174,7 @@ def check_request(
 
     :raises RequestError, ConfigurationError: the request is invalid or unsupported.
     """
+    body = body.without_tools() if service.ignores_tools else body
     service.ignored_fields.note(client, body.check(is_socket=is_socket))
     may_retrieve = model_retrieves(service, body.model) and body.tool_choice != "none"
     turns = (*(previous.turns if previous is not None else ()), *body.turns())

@@ -84,10 +84,10 @@ class StateStore:
         raise RequestError(message, status=404, code="response_not_found")
 
     def previous(self, id: str | None, client: str, connection: object = None) -> State | None:
-        """Return the state that a request continues, as `get` does; None if `id` is None. Raises RequestError (404),
+        """Return the state that a request continues, as `get` does; None without an `id`. Raises RequestError (404),
         with the field, if there is none."""
         try:
-            return None if id is None else self.get(id, client, connection)
+            return self.get(id, client, connection) if id else None
         except RequestError as error:
             code, param = "previous_response_not_found", "previous_response_id"
             raise RequestError(str(error), status=404, code=code, param=param) from None
