@@ -36,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _exit(message: str, status: int) -> NoReturn:
     """Print a message, run the exit handlers, and exit without waiting for threads, such as the 20 s import of vLLM."""
-    with suppress(OSError):  # the pipe's reader may have exited
-        print(sanitize(message), end="", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+    for stream, text in ((sys.stderr, message), (sys.stdout, "")):
+        if stream is not None:  # else it was closed when the program began
+            with suppress(OSError):  # the pipe's reader may have exited
+                print(sanitize(text), end="", file=stream, flush=True)
     atexit._run_exitfuncs()
     os._exit(status)
 

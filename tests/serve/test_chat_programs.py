@@ -280,7 +280,7 @@ def test_the_address_of_a_document_is_its_own_or_below_that_of_all(uri: str, url
 
 async def test_a_service_whose_server_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.serve.engine_watch.CHECK_S", 0)
-    monkeypatch.setattr("streamrag.serve.engine_watch.READY_S", 0.5)
+    monkeypatch.setattr("streamrag.serve.engine_watch.READY_S", 60.0)
     async with Server() as server, serving(backend=OpenAIBackend(server.url, "tiny", max_retries=0)) as served:
 
         async def status() -> int:
@@ -302,7 +302,10 @@ async def test_a_service_whose_server_does_not_answer_is_not_ready(monkeypatch: 
             (reply([]), 200),
         ):
             server.send_models = handler
+            if handler is hangs:
+                monkeypatch.setattr("streamrag.serve.engine_watch.READY_S", 0.5)
             assert await status() == expected
+            monkeypatch.setattr("streamrag.serve.engine_watch.READY_S", 60.0)
         hold.set()
         await server.__aexit__(None, None, None)
         assert await status() == 503
