@@ -2,11 +2,12 @@
 
 import warnings
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from operator import itemgetter
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import anyio.to_thread
 from langchain_core.caches import BaseCache
@@ -40,6 +41,10 @@ from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
 from streamrag.telemetry import Answer, TokenUsage
+
+if TYPE_CHECKING:
+    from streamrag.adapters.langchain.agent_step import AgentStep
+    from streamrag.adapters.langchain.tool_node import StreamragToolNode
 
 SAMPLING = {field.name for field in fields(SamplingParams)}
 LONG_QUERY_CHARS = 2_000
@@ -91,6 +96,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     """The portal to the pipeline's event loop; copies of the model share it."""
     parser: Any = Field(default=None, exclude=True, repr=False)
     """The tool parser; copies of the model share it."""
+    tool_node: Any = Field(default=None, exclude=True, repr=False)
+    """The `StreamragToolNode` that `bind_tools` was called with."""
 
     @classmethod
     def from_retriever(
@@ -197,9 +204,18 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
         """Yield chunks as `_stream` does, without blocking. Closing the generator stops the query."""
         query, options = self._parse_messages(messages, stop, kwargs)
-        async with aclosing(self.portal.aiterate(lambda: _answer(self, query, options))) as parts:
+        step: AgentStep | None = None
+        if self.tool_node is not None:
+            parse, overlap = partial(self._parse_messages, stop=stop, call=kwargs), options.get("overlap")
+            is_prefilled = (self.pipeline.overlap if overlap is None else overlap) is not False
+            step = self.tool_node.begin_step(self, messages, parse, is_prefilled=is_prefilled)
+        parts = self.portal.aiterate(lambda: _answer(self, query, options))
+        async with step or nullcontext(), aclosing(parts):
             async for part in parts:
-                yield self._chunk(query, part)
+                chunk = self._chunk(query, part)
+                if step is not None:
+                    step.add(chunk.message)
+                yield chunk
 
     def _parse_messages(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
@@ -241,7 +257,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
 
     def bind_tools(
         self,
-        tools: Sequence[Any],
+        tools: "Sequence[Any] | StreamragToolNode",
         *,
         tool_choice: str | dict[str, Any] | bool | None = None,
         strict: bool | None = None,
@@ -249,7 +265,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return a runnable whose answers may call tools. Needs the field `tool_parser`, and vLLM.
 
-        tools: functions, pydantic models, LangChain tools or schemas.
+        tools: functions, pydantic models, LangChain tools or schemas; or a `StreamragToolNode`, whose tools then start
+            while the model still writes, and are read while they still write.
         tool_choice: "any" or True for any tool, or the name of one: the engine constrains the answer to a call. By
             default the model decides; with "none" it sees no tools.
         strict: whether a call that the engine constrains also follows the tool's schema.
@@ -259,8 +276,10 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         """
         if self.parser is None:
             raise ConfigurationError(NO_TOOLS)
-        definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
-        bound = self.bind(tools=definitions, tool_choice=openai_tool_choice(tool_choice, definitions), **kwargs)
+        given = tools if isinstance(tools, Sequence) else tools.tools_by_name.values()
+        definitions = [convert_to_openai_tool(tool, strict=strict) for tool in given]
+        model = self.model_copy(update={"tool_node": tools if hasattr(tools, "begin_step") else None})
+        bound = model.bind(tools=definitions, tool_choice=openai_tool_choice(tool_choice, definitions), **kwargs)
         return cast(Runnable[LanguageModelInput, AIMessage], bound)
 
     def with_structured_output(

@@ -1,0 +1,190 @@
+"""LangGraph's tool node, with tools that start and are read early."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, closing
+from contextvars import ContextVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, cast
+
+from langchain_core.messages import BaseMessage, ToolCall
+from langchain_core.runnables import RunnableConfig
+from langchain_core.tools import BaseTool
+from langchain_core.tools import tool as make_tool
+from langgraph.errors import GraphBubbleUp
+from langgraph.prebuilt import ToolNode
+from langgraph.prebuilt.tool_node import ToolCallRequest
+
+from streamrag.adapters.langchain.agent_step import MAX_CHARS, OUTPUT, AgentStep, ToolOutput
+from streamrag.support.messages import type_name
+from streamrag.support.tasks import end_or_leave
+
+if TYPE_CHECKING:
+    from streamrag.adapters.langchain.chat_model import StreamragChatModel
+
+CUT_OFF = f"\n(cut off: the tool wrote more than {MAX_CHARS:,} characters)"
+_siblings: ContextVar["set[asyncio.Task[Any]] | None"] = ContextVar("streamrag tool calls", default=None)
+"""The tasks of all calls that one run of the node executes."""
+
+
+class StreamragToolNode(ToolNode):
+    """LangGraph's `ToolNode`, whose tools start while the model still writes, and are read while they still write.
+
+    Give it to the chat model too: `model.bind_tools(node)`. In async graphs, each tool then starts when its call is
+    complete, and the next step's prompt is prefilled with what has come, in the order of the calls. Messages, prompts
+    and answers are those of `ToolNode`.
+
+    A tool whose function is a generator, async or not, writes its result in pieces: each a `str`, or an object with a
+    `text`. The result is the pieces, joined; beyond 400,000 characters it is cut off, and says so.
+
+    Tools start before the graph reaches the node. So bind the tools themselves, and not the node, if the graph or a
+    tool asks a human before a call. A tool with injected arguments, or behind `wrap_tool_call`, always starts with the
+    node. A call that the graph does not lead to the node within 10 s is cancelled. So are the other calls of the node,
+    if it raises.
+
+    tools: functions, generator functions, or LangChain tools.
+    options: as for `ToolNode`.
+    """
+
+    def __init__(self, tools: Sequence[BaseTool | Callable[..., Any]], **options: Any) -> None:
+        super().__init__([_returning_tool(each) for each in tools], **options)
+        self._steps: dict[str, AgentStep] = {}
+        """The steps whose tools have not all ended, by the ids of their calls."""
+
+    def begin_step(
+        self,
+        model: "StreamragChatModel",
+        messages: Sequence[BaseMessage],
+        parse: Callable[[Sequence[BaseMessage]], tuple[str, dict[str, Any]]],
+        *,
+        is_prefilled: bool,
+    ) -> AgentStep:
+        """Return the step of an agent in which the model answers these messages, see `AgentStep`."""
+        return AgentStep(self, model, messages, parse, is_prefilled=is_prefilled)
+
+    def add_step(self, step: AgentStep) -> None:
+        """Keep a step by the ids of its calls."""
+        self._steps.update(dict.fromkeys(step.outputs, step))
+
+    def remove_step(self, step: AgentStep) -> None:
+        """Forget a step."""
+        for id in step.outputs:
+            if self._steps.get(id) is step:
+                del self._steps[id]
+
+    def start_early(self, output: ToolOutput) -> "asyncio.Task[Any] | None":
+        """Start the tool of a call and return its task; None if there is no such tool, or it needs the node's run."""
+        name = output.call["name"]
+        tool, injected = self.tools_by_name.get(name), self._injected_args.get(name)
+        if tool is None or injected is None or self._wrap_tool_call or self._awrap_tool_call:
+            return None
+        if injected.state or injected.store or injected.runtime or injected.all_injected_keys:
+            return None
+        task = asyncio.create_task(_run_tool(tool, output), name=f"streamrag tool {name}")
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # marks it as retrieved
+        return task
+
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
+        """Run the tools as `ToolNode` does. If the node is cancelled, or one of them raises, stop the others."""
+        siblings: set[asyncio.Task[Any]] = set()
+        token = _siblings.set(siblings)
+        try:
+            return await super().ainvoke(input, config, **kwargs)
+        finally:
+            _siblings.reset(token)
+            left = [task for task in siblings if not task.done()]
+            await asyncio.gather(*(end_or_leave(task, "a tool of an agent that was stopped") for task in left))
+
+    async def _execute_tool_async(self, request: ToolCallRequest, input_type: Any, config: RunnableConfig) -> Any:
+        """Run a tool as `ToolNode` does, or wait for it if it was started early; meanwhile, it is read."""
+        if (siblings := _siblings.get()) is not None and (task := asyncio.current_task()):
+            siblings.add(task)
+        step = self._steps.get(request.tool_call["id"] or "")
+        if step is None or step.loop is not asyncio.get_running_loop():
+            return await super()._execute_tool_async(request, input_type, config)
+        async with step.run(request.tool_call) as (output, started):
+            if started is not None:
+                request = request.override(tool=cast(BaseTool, _StartedTool(started, request.tool)))
+            result = await super()._execute_tool_async(request, input_type, config)
+            output.end(result)
+        return result
+
+
+class _StartedTool:
+    """A tool that was started early, in the place of a LangChain tool."""
+
+    def __init__(self, task: "asyncio.Task[Any]", tool: BaseTool | None) -> None:
+        self._task = task
+        self._tool = tool
+
+    async def ainvoke(self, call: ToolCall, config: RunnableConfig) -> Any:
+        """Return or raise what the tool does. A tool that interrupts the graph can do so only in the node: run it."""
+        try:
+            return await self._task
+        except GraphBubbleUp:
+            assert self._tool is not None
+            return await self._tool.ainvoke(call, config)
+
+
+async def _run_tool(tool: BaseTool, output: ToolOutput) -> Any:
+    """Run a tool with this output, and with LangChain's configuration of the run in which the model answers."""
+    OUTPUT.set(output)
+    return await tool.ainvoke(output.call)
+
+
+def _returning_tool(tool: BaseTool | Callable[..., Any]) -> BaseTool:
+    """Return the tool; for one whose function is a generator, a tool that returns the joined pieces."""
+    made: BaseTool = tool if isinstance(tool, BaseTool) else make_tool(tool)
+    generate = getattr(made, "func", None)
+
+    if inspect.isgeneratorfunction(generate):
+
+        @wraps(generate)
+        def join(*args: Any, **kwargs: Any) -> str:
+            result = _JoinedPieces(made.name)
+            with closing(generate(*args, **kwargs)) as pieces:
+                for piece in pieces:
+                    if not result.add(piece):
+                        break
+            return result.text
+
+        return made.model_copy(update={"func": join})
+    if inspect.isasyncgenfunction(generate):
+
+        @wraps(generate)
+        async def join_async(*args: Any, **kwargs: Any) -> str:
+            result = _JoinedPieces(made.name)
+            async with aclosing(generate(*args, **kwargs)) as pieces:
+                async for piece in pieces:
+                    if not result.add(piece):
+                        break
+            return result.text
+
+        return made.model_copy(update={"func": None, "coroutine": join_async})
+    return made
+
+
+class _JoinedPieces:
+    """The text of the pieces that a tool writes, which is the running tool's output too."""
+
+    def __init__(self, name: str) -> None:
+        self.text = ""
+        self._name = name
+        self._output = OUTPUT.get()
+
+    def add(self, piece: Any) -> bool:
+        """Add a piece; return whether more may follow: not beyond `MAX_CHARS`, nor once the tool was stopped.
+
+        :raises TypeError: the piece has no text.
+        """
+        text = piece if isinstance(piece, str) else getattr(piece, "text", None)
+        if not isinstance(text, str):
+            raise TypeError(f"the tool {self._name} wrote {type_name(piece)}, and not a str or an object with a text")
+        num_left = MAX_CHARS - len(self.text)
+        is_too_long = len(text) > num_left
+        text = text[:num_left] + CUT_OFF if is_too_long else text
+        self.text += text
+        if self._output is not None:
+            self._output.write(text)
+        return not is_too_long and not (self._output and self._output.is_stopped)
