@@ -4,9 +4,10 @@ are real. Each test compares with LangGraph's own `ToolNode`, or with what it do
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
@@ -16,7 +17,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import InjectedState, ToolNode, tools_condition
 from langgraph.types import Command, interrupt
 
-from streamrag import Append, Chunk, Pipeline, PromptTooLongError
+from streamrag import Append, Chunk, Pipeline, PromptTooLongError, VllmBackend
 from streamrag.adapters.langchain import StreamragChatModel, StreamragToolNode, agent_step, tool_node
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.testing import ScriptedSource
@@ -428,3 +429,58 @@ async def test_a_graph_that_is_not_async_works_as_with_langgraph_s_node(hermes: 
 
     messages = await asyncio.to_thread(ask)
     assert messages[2].text == "".join(LOG)
+
+
+class WatchedVllm(VllmBackend):
+    """An engine whose partial prompts are counted."""
+
+    num_partial = 0
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async def watched() -> AsyncIterator[Prompt]:
+            async for prompt in prompts:
+                self.num_partial += not prompt.is_complete
+                yield prompt
+
+        async with aclosing(super().generate(watched(), params)) as events:  # type: ignore[type-var]
+            async for event in events:
+                yield event
+
+
+@pytest.mark.engine
+async def test_a_real_engine_answers_as_with_langgraph_s_node(tmp_path: Path) -> None:
+    @tool
+    async def read_log(log: Literal["printer"]) -> str:
+        """Read a log."""
+        return "".join(LOG)
+
+    async def write_log(log: str) -> AsyncIterator[str]:
+        for line in LOG:
+            await asyncio.sleep(0.02)  # as long as a tool takes
+            yield line
+
+    folder = make_tool_llama(tmp_path / "model", max_model_len=4096)
+    writes = read_log.model_copy(update={"func": write_log, "coroutine": None})
+    backend = WatchedVllm(folder, engine_args={"dtype": "float32"}, kv_cache_bytes=1 << 28)
+    pipeline = Pipeline(ScriptedSource([Append(TICKET)]), backend)
+    found: dict[str, Any] = {}
+    async with StreamragChatModel(pipeline=pipeline, tool_parser="hermes", max_tokens=60) as model:
+        ours: Any = StreamragToolNode([writes])
+        for node, bound in ((ToolNode([read_log]), [read_log]), (ours, ours)):
+            num_partial = backend.num_partial
+            first = model.bind_tools(bound, tool_choice="read_log", strict=True)
+            later = model.bind_tools(bound)
+
+            async def step(state: MessagesState, first: Any = first, later: Any = later) -> dict[str, Any]:
+                messages = state["messages"]
+                return {"messages": [await (first if len(messages) == 1 else later).ainvoke(messages)]}
+
+            graph = StateGraph(MessagesState).add_node("model", step).add_node("tools", node).add_edge(START, "model")
+            graph.add_edge("tools", "model").add_conditional_edges("model", tools_condition)
+            messages = (await graph.compile().ainvoke({"messages": [HumanMessage(QUESTION)]}))["messages"]
+            usage = [each.usage_metadata for each in messages if isinstance(each, AIMessage)]
+            found[type(node).__name__] = contents(messages), usage, backend.num_partial - num_partial
+    *before, num_before = found["ToolNode"]
+    *after, num_after = found["StreamragToolNode"]
+    assert after == before
+    assert num_after > num_before + 2

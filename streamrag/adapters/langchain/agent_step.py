@@ -12,7 +12,7 @@ of that prompt, which the engine finds in its prefix cache. So it changes no tok
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("streamrag.langchain")
 
+NAME = "tools of an agent"
 MIN_CHARS = 256
 """New characters of a tool's output before the prompt is prefilled again, as in `from_tokens`."""
 MAX_CHARS = 400_000
@@ -94,11 +95,11 @@ class ToolOutput:
 class AgentStep:
     """One step of an agent. Use it as an async context manager around the answer; an error stops the started tools.
 
-    node: the tool node, which starts tools, and keeps the step until all of its tools have ended.
+    node: the tool node, which starts tools, and has the steps whose tools have not all ended.
     model: the chat model that answers, and will be called for the next step with the same options.
     messages: the messages that it answers.
     parse: the model's function that returns the query and its options for messages.
-    is_prefilled: whether to prefill the next step's prompt.
+    options: the options of the query of this step.
     """
 
     def __init__(
@@ -107,8 +108,7 @@ class AgentStep:
         model: "StreamragChatModel",
         messages: Sequence[BaseMessage],
         parse: Callable[[Sequence[BaseMessage]], tuple[str, dict[str, Any]]],
-        *,
-        is_prefilled: bool,
+        options: Mapping[str, Any],
     ) -> None:
         self.outputs: dict[str, ToolOutput] = {}
         """The outputs by the ids of the calls, in their order."""
@@ -117,7 +117,8 @@ class AgentStep:
         self._model = model
         self._messages = list(messages)
         self._parse = parse
-        self._is_prefilled = is_prefilled
+        self._is_prefilled = options.get("overlap", model.pipeline.overlap) is not False
+        self._conversation_id = options.get("conversation_id", "")
         self._chunks: list[AIMessageChunk] = []
         self._open_call: dict[str, Any] = {}
         self._passages: tuple[Chunk, ...] = ()
@@ -133,54 +134,45 @@ class AgentStep:
         if kind is None and self._chunks:
             self._finish_answer()
         else:
-            await self._stop_started()
+            tasks = [output.started for output in self.outputs.values() if output.started is not None]
+            self._forget()
+            await end_all(tasks)
 
     def add(self, chunk: AIMessageChunk) -> None:
-        """Add a piece of the answer, and start the tool of a call that is complete with it."""
+        """Add a piece of the answer. Start the tool of a call whose arguments are now a whole JSON object, because the
+        beginning of one is none."""
         self._chunks.append(chunk)
         for piece in chunk.tool_call_chunks:
             if piece["id"]:
                 self._open_call = {"id": piece["id"], "name": piece["name"], "args": ""}
-            if not self._open_call:
-                continue
-            self._open_call["args"] += piece["args"] or ""
-            if self._open_call["args"].rstrip().endswith("}"):
-                self._start_if_complete()
-
-    def _start_if_complete(self) -> None:
-        """Start the tool of the open call if its arguments are a whole JSON object: no beginning of one is whole."""
-        with suppress(ValueError, RecursionError):
-            args = json.loads(self._open_call["args"])
-            call = ToolCall(name=self._open_call["name"], args=args, id=self._open_call["id"], type="tool_call")
-            self._open_call = {}
-            output = self.outputs[call["id"] or ""] = ToolOutput(call, self._report)
-            output.started = self._node.start_early(output)
+            if self._open_call:
+                self._open_call["args"] += piece["args"] or ""
+            if self._open_call.get("args", "").rstrip().endswith("}"):
+                with suppress(ValueError, RecursionError):
+                    call = ToolCall(
+                        **{**self._open_call, "args": json.loads(self._open_call["args"])}, type="tool_call"
+                    )
+                    self._open_call = {}
+                    output = self.outputs[call["id"] or ""] = ToolOutput(call, self._report)
+                    output.started = self._node.start_early(output)
 
     def _finish_answer(self) -> None:
         """Take over the calls and passages of the whole answer, and wait `KEEP_S` for the tool node."""
-        answer = add_ai_message_chunks(*self._chunks) if len(self._chunks) > 1 else self._chunks[0]
+        answer = add_ai_message_chunks(*self._chunks)
         self._chunks = []
         calls = {call["id"]: call for call in answer.tool_calls if call["id"]}
         self.outputs = {id: self.outputs.get(id) or ToolOutput(call, self._report) for id, call in calls.items()}
-        if calls:
-            citations = answer.response_metadata.get("citations", ())
-            self._passages = tuple(Chunk(c["text"], c["uri"], c["title"], c["passage"], c["score"]) for c in citations)
-            self._messages.append(AIMessage(answer.content, tool_calls=answer.tool_calls))
-            self._node.add_step(self)
-            self._expiry = self.loop.call_later(KEEP_S, self._expire)
+        citations = answer.response_metadata.get("citations", ())
+        self._passages = tuple(Chunk(c["text"], c["uri"], c["title"], c["passage"], c["score"]) for c in citations)
+        self._messages.append(AIMessage(answer.content, tool_calls=answer.tool_calls))
+        self._node.steps.update(dict.fromkeys(self.outputs, self))
+        self._expiry = self.loop.call_later(KEEP_S, self._forget)
 
-    def _expire(self) -> None:
-        """Cancel the tools that no tool node has taken over, and forget the step."""
-        for output in self.outputs.values():
+    def _forget(self) -> None:
+        """Cancel the tools that no tool node has taken over, and remove the step from the node."""
+        for id, output in self.outputs.items():
             output.stop()
-        self._node.remove_step(self)
-
-    async def _stop_started(self) -> None:
-        """Stop the tools that were started, and wait for their end."""
-        for output in self.outputs.values():
-            output.stop()
-        tasks = [output.started for output in self.outputs.values() if output.started is not None]
-        await asyncio.gather(*(end_or_leave(task, "a tool of an agent that was stopped") for task in tasks))
+            self._node.steps.pop(id, None)
 
     @asynccontextmanager
     async def run(self, call: ToolCall) -> AsyncGenerator[tuple[ToolOutput, "asyncio.Task[Any] | None"], None]:
@@ -217,9 +209,9 @@ class AgentStep:
         if prefilling is not None:
             await end_or_leave(prefilling, "the prefill of an agent's next step")
         if all(output.result is not None for output in self.outputs.values()):
-            self._node.remove_step(self)
+            self._forget()
         else:
-            self._expiry = self.loop.call_later(KEEP_S, self._expire)
+            self._expiry = self.loop.call_later(KEEP_S, self._forget)
 
     async def _prefill(self) -> None:
         """Prefill until cancelled. A failure is only logged: the next step meets it itself, if it lasts."""
@@ -251,16 +243,19 @@ class AgentStep:
         """Yield the next step's prompt so far, as partial, each time that a tool has written more. Never ends."""
         loop, has_news = asyncio.get_running_loop(), asyncio.Event()
         self._wake = lambda: loop.call_soon_threadsafe(has_news.set)
+        tokenizer = self._model.pipeline.backend.model.tokenizer
         previous: tuple[int, ...] = ()
         while True:
             has_news.clear()
             begin_s, progress = loop.time(), self._progress()
-            token_ids = await in_thread(self._model.pipeline.backend.model.tokenizer, self._token_ids)
+            token_ids = await in_thread(tokenizer, self._token_ids, is_background=True)
             if (num_shared := common_prefix_len(previous, token_ids)) < len(token_ids):
-                yield Prompt(token_ids, num_shared, source_name="tools of an agent")
+                yield Prompt(
+                    token_ids, num_shared, source_name="tools of an agent", conversation_id=self._conversation_id
+                )
                 previous = token_ids
             await asyncio.sleep(PAUSE * (loop.time() - begin_s))
-            while not self._is_beyond(progress):
+            while self._progress() < (progress[0], progress[1] + MIN_CHARS):
                 await has_news.wait()
                 has_news.clear()
 
@@ -279,11 +274,6 @@ class AgentStep:
         """Return how many outputs are known, and the characters of the last one."""
         known = self._known()
         return len(known), known[-1].num_chars if known else 0
-
-    def _is_beyond(self, progress: tuple[int, int]) -> bool:
-        """Whether another output is known now, or `MIN_CHARS` more of the last one."""
-        num_known, num_chars = self._progress()
-        return num_known > progress[0] or num_chars >= progress[1] + MIN_CHARS
 
     def _token_ids(self) -> tuple[int, ...]:
         """Return the tokens that the next step's prompt begins with, whatever the last output goes on with."""
@@ -304,3 +294,8 @@ class AgentStep:
         query = Query(text, template, reserve_fraction=0.0, **kept)
         assembler = new_assembler(query, self._model.pipeline.backend.model)
         return assembler.assemble(self._passages, is_complete=True).prompt.token_ids
+
+
+async def end_all(tasks: "Collection[asyncio.Task[Any]]") -> None:
+    """Stop the tools of an agent, and wait for their end."""
+    await asyncio.gather(*(end_or_leave(task, "a tool of an agent that was stopped") for task in tasks))

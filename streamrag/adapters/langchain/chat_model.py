@@ -9,7 +9,6 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self, cast
 
-import anyio.to_thread
 from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
@@ -23,6 +22,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
+from streamrag.adapters.langchain.agent_step import AgentStep
 from streamrag.adapters.langchain.prompt import (
     PASSAGE,
     chunk_of,
@@ -37,13 +37,13 @@ from streamrag.adapters.portal import LoopPortal, PortalOwner
 from streamrag.backends.tools.parser import AnswerReader, ToolCallParser
 from streamrag.backends.tools.template import with_tools
 from streamrag.core import Backend, Mode, SamplingParams, Turn, part_name
+from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
 from streamrag.telemetry import Answer, TokenUsage
 
 if TYPE_CHECKING:
-    from streamrag.adapters.langchain.agent_step import AgentStep
     from streamrag.adapters.langchain.tool_node import StreamragToolNode
 
 SAMPLING = {field.name for field in fields(SamplingParams)}
@@ -204,17 +204,14 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
         """Yield chunks as `_stream` does, without blocking. Closing the generator stops the query."""
         query, options = self._parse_messages(messages, stop, kwargs)
-        step: AgentStep | None = None
-        if self.tool_node is not None:
-            parse, overlap = partial(self._parse_messages, stop=stop, call=kwargs), options.get("overlap")
-            is_prefilled = (self.pipeline.overlap if overlap is None else overlap) is not False
-            step = self.tool_node.begin_step(self, messages, parse, is_prefilled=is_prefilled)
+        parse = partial(self._parse_messages, stop=stop, call=kwargs)
+        step = AgentStep(self.tool_node, self, messages, parse, options) if self.tool_node is not None else None
         parts = self.portal.aiterate(lambda: _answer(self, query, options))
         async with step or nullcontext(), aclosing(parts):
             async for part in parts:
                 chunk = self._chunk(query, part)
                 if step is not None:
-                    step.add(chunk.message)
+                    step.add(cast(AIMessageChunk, chunk.message))
                 yield chunk
 
     def _parse_messages(
@@ -278,7 +275,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
             raise ConfigurationError(NO_TOOLS)
         given = tools if isinstance(tools, Sequence) else tools.tools_by_name.values()
         definitions = [convert_to_openai_tool(tool, strict=strict) for tool in given]
-        model = self.model_copy(update={"tool_node": tools if hasattr(tools, "begin_step") else None})
+        model = self.model_copy(update={"tool_node": tools if hasattr(tools, "start_early") else None})
         bound = model.bind(tools=definitions, tool_choice=openai_tool_choice(tool_choice, definitions), **kwargs)
         return cast(Runnable[LanguageModelInput, AIMessage], bound)
 
@@ -371,7 +368,8 @@ async def _answer(
     is_single = options.pop("parallel_tool_calls", None) is False
     if tools:
         await pipeline.start()  # for its tokenizer
-        await anyio.to_thread.run_sync(model.parser.load, pipeline.backend.model.tokenizer)
+        tokenizer = pipeline.backend.model.tokenizer
+        await in_thread(tokenizer, partial(model.parser.load, tokenizer))
         params = options["params"]
         options["params"] = replace(params, extra={**model.parser.sampling(tools, choice), **params.extra})
         reader = model.parser.reader(tools, choice, is_single=is_single)

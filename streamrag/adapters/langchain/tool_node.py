@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing, closing
 from contextvars import ContextVar
 from functools import wraps
-from typing import TYPE_CHECKING, Any, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
-from langchain_core.messages import BaseMessage, ToolCall
+from langchain_core.messages import ToolCall
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import BaseTool
 from langchain_core.tools import tool as make_tool
@@ -16,12 +17,8 @@ from langgraph.errors import GraphBubbleUp
 from langgraph.prebuilt import ToolNode
 from langgraph.prebuilt.tool_node import ToolCallRequest
 
-from streamrag.adapters.langchain.agent_step import MAX_CHARS, OUTPUT, AgentStep, ToolOutput
+from streamrag.adapters.langchain.agent_step import MAX_CHARS, OUTPUT, AgentStep, ToolOutput, end_all
 from streamrag.support.messages import type_name
-from streamrag.support.tasks import end_or_leave
-
-if TYPE_CHECKING:
-    from streamrag.adapters.langchain.chat_model import StreamragChatModel
 
 CUT_OFF = f"\n(cut off: the tool wrote more than {MAX_CHARS:,} characters)"
 _siblings: ContextVar["set[asyncio.Task[Any]] | None"] = ContextVar("streamrag tool calls", default=None)
@@ -49,29 +46,8 @@ class StreamragToolNode(ToolNode):
 
     def __init__(self, tools: Sequence[BaseTool | Callable[..., Any]], **options: Any) -> None:
         super().__init__([_returning_tool(each) for each in tools], **options)
-        self._steps: dict[str, AgentStep] = {}
+        self.steps: dict[str, AgentStep] = {}
         """The steps whose tools have not all ended, by the ids of their calls."""
-
-    def begin_step(
-        self,
-        model: "StreamragChatModel",
-        messages: Sequence[BaseMessage],
-        parse: Callable[[Sequence[BaseMessage]], tuple[str, dict[str, Any]]],
-        *,
-        is_prefilled: bool,
-    ) -> AgentStep:
-        """Return the step of an agent in which the model answers these messages, see `AgentStep`."""
-        return AgentStep(self, model, messages, parse, is_prefilled=is_prefilled)
-
-    def add_step(self, step: AgentStep) -> None:
-        """Keep a step by the ids of its calls."""
-        self._steps.update(dict.fromkeys(step.outputs, step))
-
-    def remove_step(self, step: AgentStep) -> None:
-        """Forget a step."""
-        for id in step.outputs:
-            if self._steps.get(id) is step:
-                del self._steps[id]
 
     def start_early(self, output: ToolOutput) -> "asyncio.Task[Any] | None":
         """Start the tool of a call and return its task; None if there is no such tool, or it needs the node's run."""
@@ -93,38 +69,37 @@ class StreamragToolNode(ToolNode):
             return await super().ainvoke(input, config, **kwargs)
         finally:
             _siblings.reset(token)
-            left = [task for task in siblings if not task.done()]
-            await asyncio.gather(*(end_or_leave(task, "a tool of an agent that was stopped") for task in left))
+            await end_all([task for task in siblings if not task.done()])
 
     async def _execute_tool_async(self, request: ToolCallRequest, input_type: Any, config: RunnableConfig) -> Any:
         """Run a tool as `ToolNode` does, or wait for it if it was started early; meanwhile, it is read."""
         if (siblings := _siblings.get()) is not None and (task := asyncio.current_task()):
             siblings.add(task)
-        step = self._steps.get(request.tool_call["id"] or "")
+        step = self.steps.get(request.tool_call["id"] or "")
         if step is None or step.loop is not asyncio.get_running_loop():
             return await super()._execute_tool_async(request, input_type, config)
         async with step.run(request.tool_call) as (output, started):
             if started is not None:
-                request = request.override(tool=cast(BaseTool, _StartedTool(started, request.tool)))
+                request = request.override(tool=_started_tool(started, request.tool))
             result = await super()._execute_tool_async(request, input_type, config)
             output.end(result)
         return result
 
 
-class _StartedTool:
-    """A tool that was started early, in the place of a LangChain tool."""
+def _started_tool(task: "asyncio.Task[Any]", tool: BaseTool | None) -> BaseTool:
+    """Return what waits for a tool that was started. One that interrupts the graph can do so only in the node: run it.
 
-    def __init__(self, task: "asyncio.Task[Any]", tool: BaseTool | None) -> None:
-        self._task = task
-        self._tool = tool
+    LangGraph's node only calls `ainvoke`.
+    """
 
-    async def ainvoke(self, call: ToolCall, config: RunnableConfig) -> Any:
-        """Return or raise what the tool does. A tool that interrupts the graph can do so only in the node: run it."""
+    async def ainvoke(call: ToolCall, config: RunnableConfig) -> Any:
         try:
-            return await self._task
+            return await task
         except GraphBubbleUp:
-            assert self._tool is not None
-            return await self._tool.ainvoke(call, config)
+            assert tool is not None
+            return await tool.ainvoke(call, config)
+
+    return cast(BaseTool, SimpleNamespace(ainvoke=ainvoke))
 
 
 async def _run_tool(tool: BaseTool, output: ToolOutput) -> Any:
