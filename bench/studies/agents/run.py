@@ -8,7 +8,7 @@ return or yield text of the documentation. What the model says is written down, 
 prompts, and as many tokens. The bound is the same agent whose tools have no output to read.
 
 The real engine has the model of `make demo`, in float32, with a chat template for tools. The simulated one is two H200
-with Llama 3.1 8B, for one agent and for sixteen that begin at the same time, with ten times the text.
+with Llama 3.1 8B, for one agent and for eight that begin at the same time, with five times the text.
 """
 
 import argparse
@@ -44,8 +44,9 @@ from studies.results_file import write_results
 from studies.sessions.simulated_backend import SimulatedBackend, simulated_on
 
 MAX_MODEL_LEN = 8_192
+NUM_AGENTS = 8
 PROFILE, SIMULATED_LEN = "h200-llama8b-tp2", 65_536
-ANSWER = " ".join(["The printer jams on thick paper."] * 8)
+ANSWER = " ".join(["The printer jams on thick paper."] * 5)
 TEMPLATE = """{%- if tools %}<|im_start|>system
 # Tools
 
@@ -290,7 +291,7 @@ def make_model(folder: Path, model: Path | None) -> Path:
     return made
 
 
-async def measure_simulated(folder: Path, num_rounds: int) -> list[Row]:
+async def measure_simulated(folder: Path, cases: Sequence[str], num_rounds: int) -> list[Row]:
     """Measure on a simulated engine, in virtual time."""
     async with simulated_on(load_profile(PROFILE), SIMULATED_LEN) as (engine, client):
 
@@ -299,20 +300,22 @@ async def measure_simulated(folder: Path, num_rounds: int) -> list[Row]:
 
         tokenizer = HuggingFaceTokenizer(folder)
         backend = SimulatedBackend(client, ModelInfo("simulated", tokenizer, SIMULATED_LEN))
-        study = Study("H200, simulated", backend, reset, asyncio.get_running_loop().time, scale=10)
-        rows = await study.measure(list(CASES), 1, num_rounds)
-        return rows + await study.measure(list(CASES)[2:], 16, 1)
+        study = Study("H200, simulated", backend, reset, asyncio.get_running_loop().time, scale=5)
+        rows = await study.measure(cases, 1, num_rounds)
+        return rows + await study.measure(cases, NUM_AGENTS, 1)
 
 
-async def measure_real(folder: Path, num_rounds: int) -> list[Row]:
+async def measure_real(folder: Path, cases: Sequence[str], num_rounds: int) -> list[Row]:
     """Measure on a real engine on this machine."""
     backend = VllmBackend(folder, max_model_len=MAX_MODEL_LEN, engine_args={"dtype": "float32"})
     await backend.start(console.print)
     try:
-        async for _ in backend.generate(only(Prompt(tuple(range(100, 1_100)), is_complete=True)), SamplingParams()):
+        async for _ in backend.generate(
+            only(Prompt(tuple(range(100, 1_100)), is_complete=True)), SamplingParams(max_tokens=8)
+        ):
             pass  # the first step is slow
         study = Study("two cores", backend, backend.reset_prefix_cache, monotonic, scale=1)
-        return await study.measure(list(CASES), 1, num_rounds)
+        return await study.measure(cases, 1, num_rounds)
     finally:
         await backend.aclose()
 
@@ -323,12 +326,14 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="that of `make demo`; made anew by default")
     parser.add_argument("--rounds", type=int, default=5, help="questions for each case; 5 by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
+    parser.add_argument("--case", choices=CASES, action="append", help="all by default")
     arguments = parser.parse_args()
+    cases = arguments.case or list(CASES)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), arguments.model)
-        rows = run_virtual(measure_simulated(model, arguments.rounds)) if arguments.only != "real" else []
+        rows = run_virtual(measure_simulated(model, cases, 1)) if arguments.only != "real" else []
         if arguments.only != "simulated":
-            rows += asyncio.run(measure_real(model, arguments.rounds))
+            rows += asyncio.run(measure_real(model, cases, arguments.rounds))
     if arguments.json:
         write_results(arguments.json, rows, command="make -C bench agents", summary=list(summarize(rows)))
     return 0
