@@ -20,8 +20,9 @@ from langgraph.prebuilt import InjectedState, ToolNode, create_react_agent, tool
 from langgraph.types import Command, interrupt
 
 from streamrag import Append, Chunk, Pipeline, PromptTooLongError, VllmBackend
-from streamrag.adapters.langchain import StreamragChatModel, StreamragToolNode, agent_step, tool_node
+from streamrag.adapters.langchain import StreamragChatModel, StreamragToolNode, agent_step
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
+from streamrag.records import RequestRecord
 from streamrag.testing import ScriptedSource
 from tests.backends.tools.tool_model import HERMES, NO_SYSTEM, ToolBackend, call, make_tool_llama
 
@@ -355,7 +356,7 @@ async def test_an_output_never_becomes_a_special_token(folder: Path) -> None:
 
 
 async def test_an_endless_output_is_cut_off(hermes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_node, "MAX_CHARS", 1000)
+    monkeypatch.setattr(agent_step, "MAX_CHARS", 1000)
 
     @tool
     async def read_log(log: str) -> AsyncIterator[str]:
@@ -382,6 +383,26 @@ async def test_generators_of_all_kinds_and_pieces_with_a_text_are_read(hermes: P
     messages = await run(node, AgentBackend(hermes, calls, "So."))
     assert messages[2].text == "It jams."
     assert "the tool number wrote an int, and not a str" in messages[3].text
+
+
+async def test_an_output_is_that_of_the_tool_itself_and_not_of_tools_that_it_calls(hermes: Path) -> None:
+    log = Log("It ", "jams. ")
+    log.may_go_on.set()
+    inner = StreamragToolNode([log.tool()]).tools_by_name["read_log"]
+
+    async def outer(log: str) -> AsyncIterator[str]:
+        """Read two logs."""
+        yield "Two logs: "
+        yield await inner.ainvoke({"log": "a"})
+        yield await inner.ainvoke({"log": "b"})
+
+    async def both(log: str) -> str:
+        """Read two logs."""
+        return str(await inner.ainvoke({"log": "a"})) + str(await inner.ainvoke({"log": "b"}))
+
+    calls = call("outer", log="x") + call("both", log="x")
+    messages = await run(StreamragToolNode([outer, both]), AgentBackend(hermes, calls, "So."))
+    assert [each.text for each in messages[2:4]] == ["Two logs: It jams. It jams. ", "It jams. It jams. "]
 
 
 @pytest.mark.parametrize("why", ["no overlap", "a full pipeline"])
@@ -506,6 +527,7 @@ class WatchedVllm(VllmBackend):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.has_partial = asyncio.Event()
+        self.records: list[RequestRecord] = []
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
         async def watched() -> AsyncIterator[Prompt]:
@@ -516,6 +538,8 @@ class WatchedVllm(VllmBackend):
 
         async with aclosing(super().generate(watched(), params)) as events:  # type: ignore[type-var]
             async for event in events:
+                if isinstance(event, AnswerChunk) and event.record is not None:
+                    self.records.append(event.record)
                 yield event
 
 
@@ -541,6 +565,7 @@ async def test_a_real_engine_answers_as_with_langgraph_s_node(tmp_path: Path) ->
     async with StreamragChatModel(pipeline=pipeline, tool_parser="hermes", max_tokens=60) as model:
         ours: Any = StreamragToolNode([writes])
         for node, bound in ((ToolNode([read_log]), [read_log]), (ours, ours)):
+            await backend.reset_prefix_cache()
             first = model.bind_tools(bound, tool_choice="read_log", strict=True)
             later = model.bind_tools(bound)
 
@@ -554,3 +579,5 @@ async def test_a_real_engine_answers_as_with_langgraph_s_node(tmp_path: Path) ->
             usage = [each.usage_metadata for each in messages if isinstance(each, AIMessage)]
             found[type(node).__name__] = contents(messages), usage
     assert found["StreamragToolNode"] == found["ToolNode"]
+    *_, before, _, after = [record.num_prompt_tokens - record.num_from_cache for record in backend.records]
+    assert after < before / 3  # all but what the tool wrote last

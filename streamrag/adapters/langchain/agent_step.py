@@ -26,7 +26,7 @@ from streamrag.core.retrieval import closing
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.query.options import Query
 from streamrag.query.prompts import new_assembler
-from streamrag.support.messages import message_of
+from streamrag.support.messages import message_of, type_name
 from streamrag.support.tasks import end_or_leave
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ MIN_CHARS = 256
 """New characters of a tool's output before the prompt is prefilled again, as in `from_tokens`."""
 MAX_CHARS = 400_000
 """Most characters of one output that a generator writes, as in `from_tokens`."""
+CUT_OFF = f"\n(cut off: the tool wrote more than {MAX_CHARS:,} characters)"
 KEEP_S = 10.0
 """Seconds that a started tool may run before the graph reaches the node that waits for it: a graph may end before."""
 PAUSE = 4
@@ -54,32 +55,55 @@ OUTPUT: ContextVar["ToolOutput | None"] = ContextVar("streamrag tool output", de
 class ToolOutput:
     """The output of one call of a tool, while the tool runs and afterwards."""
 
-    def __init__(self, call: ToolCall, on_news: Callable[[], None]) -> None:
+    def __init__(self, call: ToolCall, report: Callable[[], None] = lambda: None) -> None:
         self.call = call
         self.num_chars = 0
         self.result: Any = None
         """What the tool node makes of the call, a `ToolMessage` or something else; None until the tool has ended."""
         self.started: asyncio.Task[Any] | None = None
         """The tool, if it was started before the graph reached the tool node."""
-        self.is_stopped = False
-        """Whether the tool was stopped: a thread cannot be, but ends at its next piece."""
+        self._is_claimed = False
+        self._is_stopped = False
         self._pieces: list[str] = []
-        self._on_news = on_news
+        self._report = report
 
-    def write(self, text: str) -> None:
-        """Add a piece."""
-        self._pieces.append(text)
+    @classmethod
+    def claim(cls, name: str) -> "ToolOutput":
+        """Return the output of the running tool for its generator; another one for a tool that this tool calls."""
+        output = OUTPUT.get()
+        if output is None or output._is_claimed or output.call["name"] != name:
+            output = cls(ToolCall(name=name, args={}, id=None))
+        output._is_claimed = True
+        return output
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._pieces)
+
+    def write(self, piece: Any) -> bool:
+        """Add a piece; return whether more may follow: not beyond `MAX_CHARS`, nor once the tool was stopped.
+
+        :raises TypeError: the piece has no text.
+        """
+        text = piece if isinstance(piece, str) else getattr(piece, "text", None)
+        if not isinstance(text, str):
+            name = self.call["name"]
+            raise TypeError(f"the tool {name} wrote {type_name(piece)}, and not a str or an object with a text")
+        num_left = MAX_CHARS - self.num_chars
+        self._pieces.append(text if len(text) <= num_left else text[:num_left] + CUT_OFF)
         self.num_chars += len(text)
-        self._on_news()
+        self._report()
+        return self.num_chars <= MAX_CHARS and not self._is_stopped
 
     def end(self, result: Any) -> None:
         """Set the result."""
         self.result = result
-        self._on_news()
+        self._report()
 
     def stop(self) -> None:
         """Stop the tool, if it was started early and has not ended."""
-        self.is_stopped = True
+        self._is_stopped = True  # a thread ends at its next piece
         if self.started is not None:
             self.started.cancel()
 
@@ -87,7 +111,7 @@ class ToolOutput:
         """Return the result if there is one, else the text so far, without its last word, which may still grow."""
         if isinstance(self.result, ToolMessage):
             return self.result
-        text = "".join(self._pieces)
+        text = self.text
         end = max(text.rfind(" "), text.rfind("\n"), 0)
         return ToolMessage(text[:end], name=self.call["name"], tool_call_id=self.call["id"])
 

@@ -17,10 +17,8 @@ from langgraph.errors import GraphBubbleUp
 from langgraph.prebuilt import ToolNode
 from langgraph.prebuilt.tool_node import ToolCallRequest
 
-from streamrag.adapters.langchain.agent_step import MAX_CHARS, OUTPUT, AgentStep, ToolOutput, end_all
-from streamrag.support.messages import type_name
+from streamrag.adapters.langchain.agent_step import OUTPUT, AgentStep, ToolOutput, end_all
 
-CUT_OFF = f"\n(cut off: the tool wrote more than {MAX_CHARS:,} characters)"
 _siblings: ContextVar["set[asyncio.Task[Any]] | None"] = ContextVar("streamrag tool calls", default=None)
 """The tasks of all calls that one run of the node executes."""
 
@@ -112,54 +110,26 @@ def _returning_tool(tool: BaseTool | Callable[..., Any]) -> BaseTool:
     """Return the tool; for one whose function is a generator, a tool that returns the joined pieces."""
     made: BaseTool = tool if isinstance(tool, BaseTool) else make_tool(tool)
     generate = getattr(made, "func", None)
-
     if inspect.isgeneratorfunction(generate):
 
         @wraps(generate)
         def join(*args: Any, **kwargs: Any) -> str:
-            result = _JoinedPieces(made.name)
+            output = ToolOutput.claim(made.name)
             with closing(generate(*args, **kwargs)) as pieces:
-                for piece in pieces:
-                    if not result.add(piece):
-                        break
-            return result.text
+                all(map(output.write, pieces))
+            return output.text
 
         return made.model_copy(update={"func": join})
     if inspect.isasyncgenfunction(generate):
 
         @wraps(generate)
         async def join_async(*args: Any, **kwargs: Any) -> str:
-            result = _JoinedPieces(made.name)
+            output = ToolOutput.claim(made.name)
             async with aclosing(generate(*args, **kwargs)) as pieces:
                 async for piece in pieces:
-                    if not result.add(piece):
+                    if not output.write(piece):
                         break
-            return result.text
+            return output.text
 
         return made.model_copy(update={"func": None, "coroutine": join_async})
     return made
-
-
-class _JoinedPieces:
-    """The text of the pieces that a tool writes, which is the running tool's output too."""
-
-    def __init__(self, name: str) -> None:
-        self.text = ""
-        self._name = name
-        self._output = OUTPUT.get()
-
-    def add(self, piece: Any) -> bool:
-        """Add a piece; return whether more may follow: not beyond `MAX_CHARS`, nor once the tool was stopped.
-
-        :raises TypeError: the piece has no text.
-        """
-        text = piece if isinstance(piece, str) else getattr(piece, "text", None)
-        if not isinstance(text, str):
-            raise TypeError(f"the tool {self._name} wrote {type_name(piece)}, and not a str or an object with a text")
-        num_left = MAX_CHARS - len(self.text)
-        is_too_long = len(text) > num_left
-        text = text[:num_left] + CUT_OFF if is_too_long else text
-        self.text += text
-        if self._output is not None:
-            self._output.write(text)
-        return not is_too_long and not (self._output and self._output.is_stopped)
