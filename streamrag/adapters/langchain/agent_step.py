@@ -1,4 +1,4 @@
-"""One step of an agent: an answer that calls tools, what these write, and the prompt of the next step.
+"""A step of an agent: an answer that calls tools, what these write, and the prompt of the next step.
 
     answer       "I look." call 1 │ call 2 │
     tool 1                        ╰─ starts ─ "10:02 ok" ─ "10:03 jam" ─────────── ends
@@ -117,7 +117,7 @@ class ToolOutput:
 
 
 class AgentStep:
-    """One step of an agent. Use it as an async context manager around the answer; an error stops the started tools.
+    """A step of an agent. Use it as an async context manager around the answer; an error stops the started tools.
 
     node: the tool node, which starts tools, and has the steps whose tools have not all ended.
     model: the chat model that answers, and will be called for the next step with the same options.
@@ -283,7 +283,7 @@ class AgentStep:
                 await has_news.wait()
                 has_news.clear()
 
-    def _known(self) -> list[ToolOutput]:
+    def _outputs_in_order(self) -> list[ToolOutput]:
         """Return the outputs of the tools that have ended with a message, up to the first that has not ended."""
         known: list[ToolOutput] = []
         for output in self.outputs.values():
@@ -296,12 +296,12 @@ class AgentStep:
 
     def _progress(self) -> tuple[int, int]:
         """Return how many outputs are known, and the characters of the last one."""
-        known = self._known()
+        known = self._outputs_in_order()
         return len(known), known[-1].num_chars if known else 0
 
     def _token_ids(self) -> tuple[int, ...]:
         """Return the tokens that the next step's prompt begins with, whatever the last output goes on with."""
-        if not (known := [output.message() for output in self._known()]):
+        if not (known := [output.message() for output in self._outputs_in_order()]):
             return ()
         *before, last = known
         ways = [last.model_copy(update={"content": f"{last.content}{ending}"}) for ending in ENDINGS]
