@@ -59,7 +59,7 @@ class ToolOutput:
         self.call = call
         self.num_chars = 0
         self.result: Any = None
-        """What the tool node makes of the call, a `ToolMessage` or something else; None until the tool has ended."""
+        """The tool node's result of the call, a `ToolMessage` or something else; None until the tool has ended."""
         self.started: asyncio.Task[Any] | None = None
         """The tool, if it was started before the graph reached the tool node."""
         self._is_claimed = False
