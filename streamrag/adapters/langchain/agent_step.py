@@ -173,11 +173,10 @@ class AgentStep:
                 self._open_call["args"] += piece["args"] or ""
             if self._open_call.get("args", "").rstrip().endswith("}"):
                 with suppress(ValueError, RecursionError):
-                    call = ToolCall(
-                        **{**self._open_call, "args": json.loads(self._open_call["args"])}, type="tool_call"
-                    )
-                    self._open_call = {}
-                    output = self.outputs[call["id"] or ""] = ToolOutput(call, self._report)
+                    args = json.loads(self._open_call["args"])
+                    id, name, self._open_call = self._open_call["id"], self._open_call["name"], {}
+                    call = ToolCall(name=name, args=args, id=id, type="tool_call")
+                    output = self.outputs[id] = ToolOutput(call, self._report)
                     output.started = self._node.start_early(output)
 
     def _finish_answer(self) -> None:
