@@ -1,5 +1,6 @@
 """Every example runs, as its docstring says, and prints what it is there to show."""
 
+import asyncio
 import importlib
 import json
 import os
@@ -19,11 +20,13 @@ import pytest
 from scripts.notebook import NOTEBOOK, executed
 from streamrag_bench.advice.logs import read_log
 from tests.backends.tools.tool_model import make_tool_llama
+from tests.serve.serving import serving
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 SHORT = [
     "agent_hand_over",
+    "agent_over_http",
     "haystack_pipeline",
     "langchain_chain",
     "langchain_retriever",
@@ -267,6 +270,20 @@ def test_langgraph_agent() -> None:
     assert found == ["found T-101", "found T-103"]
     assert tool == r"tool: 'The printer jams on thick paper.\n\nIts driver is new.'"
     assert answer == "ai: 'It jams on thick paper.'"
+
+
+async def test_agent_over_http() -> None:
+    async with serving() as served:
+        command = [sys.executable, str(EXAMPLES / "agent_over_http.py"), served.url]
+        program = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        printed, _ = await program.communicate()
+        assert program.returncode == 0
+        prompts = [served.backend.model.tokenizer.decode(each.token_ids) for each in served.backend.prompts[0]]
+    assert "event: answered" in printed.decode()
+    assert len(prompts) > 3
+    order = ["ticket, line 0", "log, line 0", "log, line 19", "Why does the printer jam?"]
+    places = [prompts[-1].index(each) for each in order]
+    assert places == sorted(places)
 
 
 @pytest.mark.long

@@ -73,6 +73,16 @@ def floods(query: str) -> str:
 
 
 @server.tool()
+async def slow(query: str, context: Context) -> str:
+    """Report lines as they are found, and return them all."""
+    for number in range(3):
+        await context.report_progress(number, 3, f"line {number}")
+        await context.report_progress(number + 0.5, 3)
+        await anyio.sleep(0.2)  # so that the lines come one by one
+    return "line 0\nline 1\nline 2\n"
+
+
+@server.tool()
 def pid(query: str) -> str:
     return str(os.getpid())
 

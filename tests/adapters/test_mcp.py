@@ -88,6 +88,15 @@ async def test_each_text_that_a_tool_returns_is_a_passage() -> None:
         assert await events(source, "nothing of the kind") == [Update(())]
 
 
+async def test_a_tool_s_progress_is_read_until_its_result_comes() -> None:
+    texts = ["line 0\n", "line 0\nline 1\n", "line 0\nline 1\nline 2\n"]
+    async with started(McpToolSource(STDIO, "slow", reads_progress=True)) as source:
+        found = await events(source, "printer")
+    assert list(dict.fromkeys(found)) == [Update((Chunk(text, "slow"),)) for text in texts]
+    async with started(McpToolSource(STDIO, "slow")) as source:
+        assert await events(source, "printer") == [Update((Chunk(texts[-1], "slow"),))]
+
+
 async def test_queries_share_one_server() -> None:
     async with started(McpToolSource(STDIO, "pid")) as source:
         answers = await asyncio.gather(*(events(source, str(number)) for number in range(5)))
@@ -540,4 +549,5 @@ def test_the_mcp_package_has_the_parameters_that_the_adapter_uses() -> None:
         assert parameters <= inspect.signature(getattr(importlib.import_module(module), name)).parameters.keys()
     client = importlib.import_module("mcp").Client
     assert {"resource_subscriptions"} <= inspect.signature(client.listen).parameters.keys()
+    assert {"progress_callback"} <= inspect.signature(client.call_tool).parameters.keys()
     assert {"cache_mode"} <= inspect.signature(client.read_resource).parameters.keys()

@@ -309,7 +309,7 @@ async def test_stopping_the_query_closes_the_writer_and_the_query_that_writes() 
 
 
 async def test_append_mode_keeps_every_version() -> None:
-    """What docs/hand-over.md warns of."""
+    """What docs/agents.md warns of."""
     async with Pipeline(from_tokens(writer("ab"), min_chars=1), ScriptedBackend("ok"), mode=AppendMode()) as pipeline:
         stream = pipeline.stream("Why?")
         _ = [chunk async for chunk in stream]

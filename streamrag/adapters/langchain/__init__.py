@@ -1,7 +1,9 @@
 """Adapters for LangChain: sources and pipelines as LangChain components, and LangChain's retrievers as sources.
 
-Needs the extra `langchain`.
+Needs the extra `langchain`, and `StreamragToolNode` also `pip install langgraph`.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import MissingDependencyError, install_line
 
@@ -12,4 +14,18 @@ try:
 except ImportError as error:
     raise MissingDependencyError("langchain-core", install_line("langchain")) from error
 
-__all__ = ["StreamragChatModel", "StreamragRetriever", "from_langchain", "staged_retriever"]
+if TYPE_CHECKING:
+    from streamrag.adapters.langchain.tool_node import StreamragToolNode as StreamragToolNode
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name != "StreamragToolNode":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            from streamrag.adapters.langchain.tool_node import StreamragToolNode
+        except ImportError as error:
+            raise MissingDependencyError("langgraph", "pip install langgraph") from error
+        return StreamragToolNode
+
+
+__all__ = ["StreamragChatModel", "StreamragRetriever", "StreamragToolNode", "from_langchain", "staged_retriever"]

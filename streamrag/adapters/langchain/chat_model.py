@@ -2,18 +2,18 @@
 
 import warnings
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from operator import itemgetter
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
-import anyio.to_thread
 from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
@@ -22,6 +22,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
+from streamrag.adapters.langchain.agent_step import AgentStep
 from streamrag.adapters.langchain.prompt import (
     PASSAGE,
     chunk_of,
@@ -36,10 +37,14 @@ from streamrag.adapters.portal import LoopPortal, PortalOwner
 from streamrag.backends.tools.parser import AnswerReader, ToolCallParser
 from streamrag.backends.tools.template import with_tools
 from streamrag.core import Backend, Mode, SamplingParams, Turn, part_name
+from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
 from streamrag.telemetry import Answer, TokenUsage
+
+if TYPE_CHECKING:
+    from streamrag.adapters.langchain.tool_node import StreamragToolNode
 
 SAMPLING = {field.name for field in fields(SamplingParams)}
 LONG_QUERY_CHARS = 2_000
@@ -91,6 +96,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     """The portal to the pipeline's event loop; copies of the model share it."""
     parser: Any = Field(default=None, exclude=True, repr=False)
     """The tool parser; copies of the model share it."""
+    tool_node: Any = Field(default=None, exclude=True, repr=False)
+    """The `StreamragToolNode` that `bind_tools` was called with."""
 
     @classmethod
     def from_retriever(
@@ -197,9 +204,18 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
         """Yield chunks as `_stream` does, without blocking. Closing the generator stops the query."""
         query, options = self._parse_messages(messages, stop, kwargs)
-        async with aclosing(self.portal.aiterate(lambda: _answer(self, query, options))) as parts:
+        parse = partial(self._parse_messages, stop=stop, call=kwargs)
+        step = AgentStep(self.tool_node, self, messages, parse, options) if self.tool_node is not None else None
+        if step is not None and isinstance(messages[-1], ToolMessage):
+            # All but the last tokens are in the prefix cache, which only the first prompt of a query is looked up in.
+            options.setdefault("overlap", False)
+        parts = self.portal.aiterate(lambda: _answer(self, query, options))
+        async with step or nullcontext(), aclosing(parts):
             async for part in parts:
-                yield self._chunk(query, part)
+                chunk = self._chunk(query, part)
+                if step is not None:
+                    step.add(cast(AIMessageChunk, chunk.message))
+                yield chunk
 
     def _parse_messages(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
@@ -241,7 +257,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
 
     def bind_tools(
         self,
-        tools: Sequence[Any],
+        tools: "Sequence[Any] | StreamragToolNode",
         *,
         tool_choice: str | dict[str, Any] | bool | None = None,
         strict: bool | None = None,
@@ -249,7 +265,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return a runnable whose answers may call tools. Needs the field `tool_parser`, and vLLM.
 
-        tools: functions, pydantic models, LangChain tools or schemas.
+        tools: functions, pydantic models, LangChain tools or schemas; or a `StreamragToolNode`, whose tools then start
+            while the model still writes, and are read while they still write.
         tool_choice: "any" or True for any tool, or the name of one: the engine constrains the answer to a call. By
             default the model decides; with "none" it sees no tools.
         strict: whether a call that the engine constrains also follows the tool's schema.
@@ -259,8 +276,10 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         """
         if self.parser is None:
             raise ConfigurationError(NO_TOOLS)
-        definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
-        bound = self.bind(tools=definitions, tool_choice=openai_tool_choice(tool_choice, definitions), **kwargs)
+        given = tools if isinstance(tools, Sequence) else tools.tools_by_name.values()
+        definitions = [convert_to_openai_tool(tool, strict=strict) for tool in given]
+        model = self.model_copy(update={"tool_node": tools if hasattr(tools, "start_early") else None})
+        bound = model.bind(tools=definitions, tool_choice=openai_tool_choice(tool_choice, definitions), **kwargs)
         return cast(Runnable[LanguageModelInput, AIMessage], bound)
 
     def with_structured_output(
@@ -352,7 +371,8 @@ async def _answer(
     is_single = options.pop("parallel_tool_calls", None) is False
     if tools:
         await pipeline.start()  # for its tokenizer
-        await anyio.to_thread.run_sync(model.parser.load, pipeline.backend.model.tokenizer)
+        tokenizer = pipeline.backend.model.tokenizer
+        await in_thread(tokenizer, partial(model.parser.load, tokenizer))
         params = options["params"]
         options["params"] = replace(params, extra={**model.parser.sampling(tools, choice), **params.extra})
         reader = model.parser.reader(tools, choice, is_single=is_single)

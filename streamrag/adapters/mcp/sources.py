@@ -17,7 +17,8 @@ from streamrag.display_text import excerpt
 from streamrag.errors import ConfigurationError, SourceError, require_modules
 from streamrag.sources.passage_reader import URIS, PassageReader, text_of
 from streamrag.support.messages import short_repr
-from streamrag.support.validation import Count, Seconds, SecondsOrZero, validated
+from streamrag.support.tasks import cancel_and_wait
+from streamrag.support.validation import Count, Flag, Seconds, SecondsOrZero, validated
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -98,6 +99,7 @@ class McpToolSource(_McpSource):
     argument: the tool's argument for the query.
     arguments: other arguments, the same for every query.
     passages: a function that returns the passages of mcp's `CallToolResult`, for results of another shape.
+    reads_progress: whether the messages of the tool's progress are a passage until the result replaces it.
     name: name of the source, and the address of passages without one; by default the tool's name.
     headers: HTTP headers for each request to an address, such as for authorization.
     timeout_s: time limit for connecting, and for a call.
@@ -115,6 +117,7 @@ class McpToolSource(_McpSource):
         argument: str = "query",
         arguments: Mapping[str, Any] | None = None,
         passages: Callable[[Any], Iterable[Any]] | None = None,
+        reads_progress: Flag = False,
         name: str = "",
         headers: Mapping[str, str] | None = None,
         timeout_s: Seconds = 30.0,
@@ -127,9 +130,12 @@ class McpToolSource(_McpSource):
         self._argument = argument
         self._arguments = dict(arguments or {})
         self._passages = passages
+        self._reads_progress = reads_progress
+        self._max_chars = max_bytes
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Call the tool, and yield its passages as one `Update`, which may be empty.
+        """Call the tool, and yield its passages as one `Update`, which may be empty; before it, with `reads_progress`,
+        an update as messages come.
 
         The passages come from the user's function `passages`, if there is one, or else from structured content. If that
         gives None, each part is a passage. What has no text is a `Skipped` before the update; an empty result is one
@@ -138,9 +144,28 @@ class McpToolSource(_McpSource):
         :raises SourceError: the tool or server failed or did not answer in time, or the source is not started.
         """
         connection = self._connection()
+        messages = asyncio.Queue[str | None]()
+
+        async def report(progress: float, total: float | None, message: str | None) -> None:
+            messages.put_nowait(message or "")
+
         async with connection.client() as client:
-            call = client.call_tool(self._tool, {**self._arguments, self._argument: query})
-            result = await connection.in_time(call)
+            arguments, on_progress = (
+                {**self._arguments, self._argument: query},
+                report if self._reads_progress else None,
+            )
+            call = client.call_tool(self._tool, arguments, progress_callback=on_progress)
+            calling = asyncio.create_task(connection.in_time(call), name=f"{self.name} query")
+            calling.add_done_callback(lambda _: messages.put_nowait(None))
+            try:
+                text = ""
+                while (message := await messages.get()) is not None:
+                    text += f"{message}\n" if message and len(text) < self._max_chars else ""
+                    if messages.empty() and text:
+                        yield Update((Chunk(text, self.name),))
+                result = calling.result()
+            finally:
+                await cancel_and_wait([calling])
         if result.is_error:
             texts = " ".join(getattr(content, "text", "") for content in result.content)
             raise SourceError(f"the tool {self._tool} failed: {excerpt(texts) or 'without a reason'}")
