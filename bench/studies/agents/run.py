@@ -8,7 +8,7 @@ return or yield text of the documentation. What the model says is written down, 
 prompts, and as many tokens. The bound is the same agent whose tools have no output to read.
 
 The real engine has the model of `make demo`, in float32, with a chat template for tools. The simulated one is two H200
-with Llama 3.1 8B, for one agent and for eight that begin at the same time, with five times the text.
+with Llama 3.1 8B, for one agent and for eight that begin at the same time, with ten times the text.
 """
 
 import argparse
@@ -191,7 +191,7 @@ def agent(model: StreamragChatModel, tools: Sequence[BaseTool], way: str) -> Any
 class Study:
     """The agents of one engine."""
 
-    def __init__(self, name: str, backend: Any, reset: Callable[[], Awaitable[object]], clock: Clock, scale: int):
+    def __init__(self, name: str, backend: Any, reset: Callable[[], Awaitable[object]], clock: Clock, scale: float):
         self._name = name
         self._backend = WrittenAnswers(backend, clock)
         self._reset = reset
@@ -314,7 +314,7 @@ async def measure_real(folder: Path, cases: Sequence[str], num_rounds: int) -> l
             only(Prompt(tuple(range(100, 1_100)), is_complete=True)), SamplingParams(max_tokens=8)
         ):
             pass  # the first step is slow
-        study = Study("two cores", backend, backend.reset_prefix_cache, monotonic, scale=1)
+        study = Study("two cores", backend, backend.reset_prefix_cache, monotonic, scale=0.5)
         return await study.measure(cases, 1, num_rounds)
     finally:
         await backend.aclose()
