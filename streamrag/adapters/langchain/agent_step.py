@@ -273,9 +273,7 @@ class AgentStep:
             begin_s, progress = loop.time(), self._progress()
             token_ids = await in_thread(tokenizer, self._token_ids, is_background=True)
             if (num_shared := common_prefix_len(previous, token_ids)) < len(token_ids):
-                yield Prompt(
-                    token_ids, num_shared, source_name="tools of an agent", conversation_id=self._conversation_id
-                )
+                yield Prompt(token_ids, num_shared, source_name=NAME, conversation_id=self._conversation_id)
                 previous = token_ids
             await asyncio.sleep(PAUSE * (loop.time() - begin_s))
             while self._progress() < (progress[0], progress[1] + MIN_CHARS):

@@ -150,10 +150,8 @@ class McpToolSource(_McpSource):
             messages.put_nowait(message or "")
 
         async with connection.client() as client:
-            arguments, on_progress = (
-                {**self._arguments, self._argument: query},
-                report if self._reads_progress else None,
-            )
+            arguments = {**self._arguments, self._argument: query}
+            on_progress = report if self._reads_progress else None
             call = client.call_tool(self._tool, arguments, progress_callback=on_progress)
             calling = asyncio.create_task(connection.in_time(call), name=f"{self.name} query")
             calling.add_done_callback(lambda _: messages.put_nowait(None))
