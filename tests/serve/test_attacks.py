@@ -225,7 +225,8 @@ def test_prompt_tokens_of_a_client_are_bounded_in_a_minute_and_cost_another_noth
 
 
 def test_queries_of_which_only_the_head_was_computed_hold_back_as_many_tokens_as_before() -> None:
-    admission = Admission(Limits(max_prompt_tokens_per_minute=60_000, max_queued_tokens=2_500))
+    limits = Limits(max_prompt_tokens_per_minute=60_000, max_queued_tokens=2_500)
+    admission = Admission(limits, clock=lambda: 0.0)
 
     def head_of(client: str, num_tokens: int) -> Reservation:
         place = admission.enter(client, max_tokens=1)
