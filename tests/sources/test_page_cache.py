@@ -15,7 +15,7 @@ from test_robots import AGENT, fetching
 from website import Website
 
 from streamrag.errors import ConfigurationError, UnsafeUrlError
-from streamrag.sources.crawl.page_reader import SITEMAPS
+from streamrag.sources.crawl.page_fetcher import SITEMAPS
 from streamrag.sources.documents.reader import Content
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.http.page import PAGES, ContentRules, Page, UnusablePageError

@@ -91,6 +91,7 @@ CASES = {
     "one quick tool": (QUICK,),
     "two that return": (QUICK, SEARCH),
     "two, one writes for 6 s": (QUICK, LOG),
+    "the same, its call first": (LOG, QUICK),
     "three, one writes for 6 s": (QUICK, SEARCH, LOG),
 }
 WAYS = ("ToolNode", "StreamragToolNode", "bound")

@@ -19,7 +19,7 @@ from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
 from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
 from streamrag.sources.crawl.frontier import MAX_COSTLY_PAGES, Frontier, Target
 from streamrag.sources.crawl.options import CrawlOptions
-from streamrag.sources.crawl.page_reader import PageReader
+from streamrag.sources.crawl.page_fetcher import PageFetcher
 from streamrag.sources.crawl.sitemaps import HostSitemaps
 from streamrag.sources.http.page import COSTLY_ERRORS, DisallowedError, UnusablePageError
 from streamrag.sources.http.politeness import is_put_off
@@ -40,9 +40,9 @@ _Visit: TypeAlias = asyncio.Task[Any]
 class Crawl:
     """A crawl for one query. After `absorb` has raised, only `aclose` may be called."""
 
-    def __init__(self, options: CrawlOptions, reader: PageReader, deadline: float) -> None:
+    def __init__(self, options: CrawlOptions, pages: PageFetcher, deadline: float) -> None:
         self._options = options
-        self._reader = reader
+        self._pages = pages
         self._deadline = deadline
         self._frontier = Frontier(options)
         self._visits: dict[_Visit, Target] = {}  # not yet absorbed
@@ -215,7 +215,7 @@ class Crawl:
 
     async def _close(self) -> None:
         await asyncio.gather(*self._visits, return_exceptions=True)
-        await self._reader.aclose()
+        await self._pages.aclose()
 
     def _follow(self, targets: Iterator[Target]) -> None:
         """Launch a visit to each of `targets`; from the deadline on launch none, but record that one came too late."""
@@ -239,9 +239,9 @@ class Crawl:
         """
         try:
             if not target.is_sitemaps:
-                return await self._reader.read(target.url, partial(self._frontier.check_redirect, target))
+                return await self._pages.fetch(target.url, partial(self._frontier.check_redirect, target))
             crawl_timeout_s = self._options.crawl_timeout_s
-            sitemaps = HostSitemaps(target.url, self._reader)
+            sitemaps = HostSitemaps(target.url, self._pages)
             until = self._deadline - (1 - SITEMAPS_SHARE_OF_TIME) * crawl_timeout_s
             await sitemaps.read(until, f"a third of crawl_timeout_s={crawl_timeout_s:g} is over")
             return sitemaps

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
-from streamrag.sources.crawl.page_reader import PageReader, SitemapAnswer
+from streamrag.sources.crawl.page_fetcher import PageFetcher, SitemapAnswer
 from streamrag.sources.http.page import COSTLY_ERRORS, HttpStatusError, UnusablePageError
 from streamrag.sources.http.politeness import is_put_off
 from streamrag.sources.http.urls import normalize_url
@@ -20,9 +20,9 @@ class HostSitemaps:
     The host's robots.txt names the sitemaps; otherwise `/sitemap.xml` is tried. Sitemaps on other hosts are not read.
     """
 
-    def __init__(self, origin: str, reader: PageReader) -> None:
+    def __init__(self, origin: str, pages: PageFetcher) -> None:
         self._origin = origin
-        self._reader = reader
+        self._pages = pages
         self._waiting = [f"{origin}/sitemap.xml"]
         self._known = set(self._waiting)
         self._are_named = False
@@ -40,7 +40,7 @@ class HostSitemaps:
         reads: dict[asyncio.Task[SitemapAnswer], str] = {}
         try:
             async with asyncio.timeout_at(until):
-                found = await self._reader.named_sitemaps(self._origin)
+                found = await self._pages.named_sitemaps(self._origin)
                 named = self._on_this_host(normalize_url(url, self._origin) for url in found)
                 if named:
                     self._waiting, self._known, self._are_named = named, set(named), True
@@ -48,7 +48,7 @@ class HostSitemaps:
                     while len(reads) < NUM_CONCURRENT and self._waiting and not self._stop_reason():
                         self._num_begun += 1
                         url = self._waiting.pop(0)
-                        reads[asyncio.create_task(self._reader.read_sitemap(url), name=f"crawl {url}")] = url
+                        reads[asyncio.create_task(self._pages.fetch_sitemap(url), name=f"crawl {url}")] = url
                     if not reads:
                         break
                     done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)

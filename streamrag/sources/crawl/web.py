@@ -16,7 +16,7 @@ from streamrag.core.lifecycle import started_once
 from streamrag.errors import ConfigurationError, UnreachableError, require_modules
 from streamrag.sources.crawl.crawl import Crawl
 from streamrag.sources.crawl.options import CrawlOptions
-from streamrag.sources.crawl.page_reader import PageReader, SharedState
+from streamrag.sources.crawl.page_fetcher import PageFetcher, SharedState
 from streamrag.sources.crawl.start_urls import StartUrlList, StartUrls
 from streamrag.sources.documents.reader import crawl4ai_env
 from streamrag.sources.http.disk_store import DiskStore
@@ -147,8 +147,8 @@ class WebSource:
         if not self._workers or not self._ssl_context:
             raise ConfigurationError("WebSource is not started: use it in a Pipeline, or await its start() first")
         deadline = asyncio.get_running_loop().time() + self._options.crawl_timeout_s
-        reader = PageReader(query, self._options, self._workers, self._ssl_context, self._shared, deadline)
-        crawl = Crawl(self._options, reader, deadline)
+        pages = PageFetcher(query, self._options, self._workers, self._ssl_context, self._shared, deadline)
+        crawl = Crawl(self._options, pages, deadline)
         try:
             urls, unusable = await self._urls.find(query, self._options.crawl_timeout_s)
             for skipped in (*unusable, *crawl.begin(urls, may_be_unsafe=self._urls.may_be_unsafe)):

@@ -53,8 +53,8 @@ class SharedState:
 
 
 @dataclass(eq=False)
-class PageReader:
-    """A reader with the connections of one crawl, and its share of the workers."""
+class PageFetcher:
+    """A fetcher with the connections of one crawl, and its share of the workers."""
 
     query: str
     options: CrawlOptions
@@ -85,7 +85,7 @@ class PageReader:
     async def aclose(self) -> None:
         await self._fetcher.aclose()
 
-    async def read(self, url: str, check_redirect: Callable[[str], None]) -> CleanedPage:
+    async def fetch(self, url: str, check_redirect: Callable[[str], None]) -> CleanedPage:
         """Fetch `url` with HTTP, or the browser at `cdp_url`, and return a worker's answer for the page.
 
         Unless ignored, robots.txt must allow `url` and all targets of redirects; `check_redirect` may also reject one.
@@ -113,8 +113,8 @@ class PageReader:
         self._turns.set_delay(origin, rules.delay_s)
         return rules.sitemaps
 
-    async def read_sitemap(self, url: str) -> SitemapAnswer:
-        """Return a worker's answer for a sitemap, and `max_body_bytes` if truncated there, else None. Raises as `read`.
+    async def fetch_sitemap(self, url: str) -> SitemapAnswer:
+        """Return a worker's answer for a sitemap, and `max_body_bytes` if it ends there, else None. Raises as `fetch`.
 
         A redirect to another host is an UnusablePageError.
         """
@@ -143,7 +143,7 @@ class PageReader:
     async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> CleanedPage:
         """Have a worker's browser read the page at its host's turn, check its last URL, and return the answer.
 
-        Raises as `read` does; a redirect to an address that is not allowed is an UnusablePageError.
+        Raises as `fetch` does; a redirect to an address that is not allowed is an UnusablePageError.
         """
         await self._fetcher.check_address(start)
         await self._check_robots(start)
