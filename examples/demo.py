@@ -251,16 +251,20 @@ def show(event: QueryEvent) -> None:
             tell(event.at_s, f"- {event.uri}: {event.reason}")
         case RetrievalCutShort():
             tell(event.at_s, f"retrieval was cut short: {event.reason}")
+        case ContextChanged() if event.num_shared == event.num_tokens:
+            tell(event.at_s, "  context unchanged")
         case ContextChanged():
-            tell(
-                event.at_s,
-                f"  context of {event.num_chunks} chunks, {event.num_tokens} tokens: {event.num_shared} shared with "
-                f"the last, {event.num_invalidated} invalidated",
-            )
+            counts = f"{event.num_shared} shared with the last, {event.num_invalidated} invalidated"
+            tell(event.at_s, f"  context of {size_of(event)}: {counts}")
         case ContextComplete():
-            tell(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} tokens")
+            tell(event.at_s, f"retrieval complete: {size_of(event)}")
         case Answered(answer=answer):
             tell(event.at_s, f"answer: {answer.text}")
+
+
+def size_of(context: ContextChanged | ContextComplete) -> str:
+    passages = "1 passage" if context.num_chunks == 1 else f"{context.num_chunks} passages"
+    return f"{passages}, {context.num_tokens} tokens"
 
 
 def tell(at_s: float, line: str) -> None:

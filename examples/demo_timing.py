@@ -11,8 +11,9 @@ from streamrag.trace import Trace, TracedAppend, TracedQuery, stretched
 from streamrag_bench.trace.generate import crawler, with_hints
 
 CRAWL = (
-    "Pages append to the context. They were fetched before, and arrive as in real crawls: at times drawn from the "
-    "published statistics of 4,322 crawls (Stream2LLM, arXiv 2604.16395), which took 8.7 s in the median."
+    "Pages append to the context while they fit. A quarter of it is reserved for the most relevant of the others, once "
+    "all have come. They were fetched before, and arrive as in real crawls: at times drawn from the published "
+    "statistics of 4,322 crawls (Stream2LLM, arXiv 2604.16395), which took 8.7 s in the median."
 )
 SEARCH_S = 0.76
 LEAD_S = 0.3
