@@ -16,7 +16,7 @@ from streamrag.backends.vllm.client import processes
 from streamrag.testing import make_tiny_llama
 
 # How long an example takes depends on what else the machine does.
-settings.register_profile("streamrag", deadline=None)
+settings.register_profile("streamrag", deadline=None, max_examples=40)
 settings.register_profile("fuzz", deadline=None, max_examples=3_000)  # with --hypothesis-profile
 settings.load_profile("streamrag")
 

@@ -74,6 +74,7 @@ def test_the_demo_tokenizer_splits_digits_and_keeps_every_text(model: Path) -> N
     assert tokenizer.encode("<|im_end|>", allow_special=True) == [2]
 
 
+@pytest.mark.long
 def test_without_what_it_was_taught_it_has_other_weights(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +111,7 @@ def test_stopping_the_making_of_the_demo_model_leaves_nothing(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_nothing_and_is_explained(tmp_path: Path) -> None:
     """In a process that may not write files of more than 50 MB."""
     program = (

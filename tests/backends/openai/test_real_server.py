@@ -243,6 +243,7 @@ async def test_a_refusal_by_the_server_is_raised_with_its_reason(backend: OpenAI
         await anext(backend.generate(at_once(Prompt(text(9, 5), 0, True)), SamplingParams(extra={"min_p": 7.0})))
 
 
+@pytest.mark.long
 async def test_the_doctor_sees_that_it_reuses_prefixes(server: VllmServer) -> None:
     """That it is a share of the time is for nobody to test here; so long a prompt takes much of it."""
     command = [sys.executable, "-m", "streamrag", "doctor", "--server", server.url, "--json"]

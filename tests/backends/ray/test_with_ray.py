@@ -206,6 +206,7 @@ async def test_a_query_that_has_shown_tokens_ends_with_an_error_when_its_replica
     await asyncio.wait(still)
 
 
+@pytest.mark.long
 async def test_a_replica_whose_engine_has_died_is_started_again(backend: RayBackend) -> None:
     before = await who(backend)
     assert await ask(backend, "die once") == "An answer."
@@ -249,6 +250,7 @@ async def test_a_start_that_no_node_has_room_for_ends_with_what_is_missing(backe
     assert "large" not in serve.status().applications
 
 
+@pytest.mark.long
 async def test_engines_come_and_go_with_the_tokens_that_wait(backend: RayBackend) -> None:
     options = replace(
         OPTIONS, number=1, max_number=2, num_cpus=0.1, queued_tokens=20, upscale_delay_s=1.0, downscale_delay_s=1.0
@@ -274,6 +276,7 @@ def process_of(app: str, deployment: str) -> int:
     return next(each["pid"] for each in there[deployment]["replicas"] if each["state"] == "RUNNING")
 
 
+@pytest.mark.long
 async def test_a_decode_lane_that_is_killed_is_replaced_beside_prefill_lanes_that_go_on(backend: RayBackend) -> None:
     options = replace(OPTIONS, number=1, num_cpus=0.1, queued_tokens=None)
     app = Cluster(partial(lane_engines, Prefill, Decode, options, options), app_name="lanes")

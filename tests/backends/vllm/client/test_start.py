@@ -300,7 +300,7 @@ async def pushes_for_ever(backend: VllmBackend) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("strategy", ["streaming", "warming"])
+@pytest.mark.parametrize("strategy", ["streaming", pytest.param("warming", marks=pytest.mark.long)])
 async def test_an_engine_that_dies_fails_its_queries_and_then_every_other(
     tiny_model: Path, leaves_nothing: None, strategy: Strategy
 ) -> None:

@@ -29,6 +29,7 @@ def test_the_engine_has_the_pushed_prompt_after_any_sequence_of_calls() -> None:
 
 
 SELDOM = {
+    "an aborted stream is not noticed by a push",
     "two who read wait for the same event",
     "the engine goes on behind a stop text",
     "those that are aborted together are aborted one after the other",
