@@ -2,14 +2,15 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import aclosing, closing, nullcontext
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any, cast
 
-from langchain_core.messages import ToolCall
+from langchain_core.messages import LC_ID_PREFIX, AIMessage, ToolCall
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import BaseTool
 from langchain_core.tools import tool as make_tool
@@ -45,7 +46,7 @@ class StreamragToolNode(ToolNode):
     def __init__(self, tools: Sequence[BaseTool | Callable[..., Any]], **options: Any) -> None:
         super().__init__([_returning_tool(each) for each in tools], **options)
         self.steps: dict[str, AgentStep] = {}
-        """The steps whose tools have not all ended, by the ids of their calls."""
+        """The steps whose tools have not all ended, by the ids of the messages with their calls."""
 
     def start_early(self, output: ToolOutput) -> "asyncio.Task[Any] | None":
         """Start the tool of a call and return its task; None if there is no such tool, or it needs the node's run."""
@@ -73,15 +74,41 @@ class StreamragToolNode(ToolNode):
         """Run a tool as `ToolNode` does, or wait for it if it was started early; meanwhile, it is read."""
         if (siblings := _siblings.get()) is not None and (task := asyncio.current_task()):
             siblings.add(task)
-        step = self.steps.get(request.tool_call["id"] or "")
-        if step is None or step.loop is not asyncio.get_running_loop():
-            return await super()._execute_tool_async(request, input_type, config)
-        async with step.run(request.tool_call) as (output, started):
-            if started is not None:
-                request = request.override(tool=_started_tool(started, request.tool))
-            result = await super()._execute_tool_async(request, input_type, config)
-            output.end(result)
-        return result
+        step = self._step_of(request)
+        run = nullcontext(ToolOutput(request.tool_call)) if step is None else step.run(request.tool_call)
+        async with run as output:
+            if output.started is not None:
+                request = request.override(tool=_started_tool(output.started, request.tool))
+            token = OUTPUT.set(output)
+            try:
+                output.end(await super()._execute_tool_async(request, input_type, config))
+            finally:
+                OUTPUT.reset(token)
+                output.stop()
+        return output.result
+
+    def expect(self, message_id: str, step: AgentStep) -> None:
+        """Keep a step for the call of the node that runs its tools. Drop those whose event loop has ended."""
+        for id, each in list(self.steps.items()):
+            if each.loop.is_closed():
+                self.steps.pop(id, None)
+        self.steps[message_id] = step
+
+    def _step_of(self, request: ToolCallRequest) -> AgentStep | None:
+        """Return the step in this event loop whose answer has a call; None if none has it, or it is not known which.
+
+        A graph may have put the calls in a message of its own. Their ids are unique with most models, but not all.
+        """
+        call_id, state = request.tool_call["id"], request.state
+        if not isinstance(state, list):
+            key = self._messages_key
+            state = state.get(key) if isinstance(state, dict) else getattr(state, key, None)
+        message_ids = [each.id or "" for each in state or () if isinstance(each, AIMessage)] or [""]
+        steps = [self.steps[id] for id in message_ids[-1:] if id in self.steps]
+        if not steps and not message_ids[-1].startswith(LC_ID_PREFIX):
+            steps = list(self.steps.values())
+        found = [step for step in steps if call_id in step.outputs and step.loop is asyncio.get_running_loop()]
+        return found[0] if len(found) == 1 else None
 
 
 def _started_tool(task: "asyncio.Task[Any]", tool: BaseTool | None) -> BaseTool:
@@ -103,33 +130,41 @@ def _started_tool(task: "asyncio.Task[Any]", tool: BaseTool | None) -> BaseTool:
 async def _run_tool(tool: BaseTool, output: ToolOutput) -> Any:
     """Run a tool with this output, and with LangChain's configuration of the run in which the model answers."""
     OUTPUT.set(output)
-    return await tool.ainvoke(output.call)
+    return await tool.ainvoke(deepcopy(output.call))  # a tool may change its arguments
 
 
 def _returning_tool(tool: BaseTool | Callable[..., Any]) -> BaseTool:
     """Return the tool; for one whose function is a generator, a tool that returns the joined pieces."""
     made: BaseTool = tool if isinstance(tool, BaseTool) else make_tool(tool)
-    generate = getattr(made, "func", None)
-    if inspect.isgeneratorfunction(generate):
+    joined: dict[str, Any] = {}
+    for field in ("func", "coroutine"):
+        generate = getattr(made, field, None)
+        if inspect.isgeneratorfunction(generate):
+            joined[field] = _joined(generate, made.name)
+        elif inspect.isasyncgenfunction(generate):
+            joined |= {field: None, "coroutine": _joined_async(generate, made.name)}
+    return made.model_copy(update=joined) if joined else made
 
-        @wraps(generate)
-        def join(*args: Any, **kwargs: Any) -> str:
-            output = ToolOutput.claim(made.name)
-            with closing(generate(*args, **kwargs)) as pieces:
-                all(map(output.write, pieces))
-            return output.text
 
-        return made.model_copy(update={"func": join})
-    if inspect.isasyncgenfunction(generate):
+def _joined(generate: Callable[..., Generator[Any, None, None]], name: str) -> Callable[..., str]:
+    @wraps(generate)
+    def join(*args: Any, **kwargs: Any) -> str:
+        output = ToolOutput.claim(name)
+        with closing(generate(*args, **kwargs)) as pieces:
+            all(map(output.write, pieces))
+        return output.text
 
-        @wraps(generate)
-        async def join_async(*args: Any, **kwargs: Any) -> str:
-            output = ToolOutput.claim(made.name)
-            async with aclosing(generate(*args, **kwargs)) as pieces:
-                async for piece in pieces:
-                    if not output.write(piece):
-                        break
-            return output.text
+    return join
 
-        return made.model_copy(update={"func": None, "coroutine": join_async})
-    return made
+
+def _joined_async(generate: Callable[..., AsyncGenerator[Any, None]], name: str) -> Callable[..., Awaitable[str]]:
+    @wraps(generate)
+    async def join(*args: Any, **kwargs: Any) -> str:
+        output = ToolOutput.claim(name)
+        async with aclosing(generate(*args, **kwargs)) as pieces:
+            async for piece in pieces:
+                if not output.write(piece):
+                    break
+        return output.text
+
+    return join
