@@ -71,7 +71,7 @@ class ToolOutput:
         self.is_taken = False
         """Whether the tool node has run the tool, or waits for it."""
         self._num_reported = 0
-        self._is_stopped = False
+        self.is_stopped = False
         self._pieces: list[str] = []
         self._report = report
 
@@ -104,7 +104,7 @@ class ToolOutput:
         if self.num_chars >= self._num_reported + MIN_CHARS:
             self._num_reported = self.num_chars
             self._report()
-        return self.num_chars <= MAX_CHARS and not self._is_stopped
+        return self.num_chars <= MAX_CHARS and not self.is_stopped
 
     def end(self, result: Any) -> None:
         """Set the result."""
@@ -113,7 +113,7 @@ class ToolOutput:
 
     def stop(self) -> None:
         """Stop the tool, if it was started early and has not ended."""
-        self._is_stopped = True  # a thread ends at its next piece
+        self.is_stopped = True  # a thread ends at its next piece
         if self.started is not None:
             self.started.cancel()
 
@@ -163,7 +163,6 @@ class AgentStep:
         self._passages: tuple[Chunk, ...] = ()
         self._num_running = 0
         self._prefilling: asyncio.Task[None] | None = None
-        self._expiry: asyncio.TimerHandle
         self._wake: Callable[[], object] = lambda: None
 
     async def __aenter__(self) -> Self:
@@ -178,8 +177,8 @@ class AgentStep:
             await end_all(tasks)
 
     def add(self, chunk: AIMessageChunk) -> None:
-        """Add a piece of the answer, and give it the id of the message. Start the tool of a call whose arguments are now
-        a whole JSON object, because the beginning of one is none."""
+        """Add a piece of the answer. Start the tool of a call whose arguments are now a whole JSON object, because the
+        beginning of one is none."""
         chunk.id = self._message_id
         self._chunks.append(chunk)
         for piece in chunk.tool_call_chunks:
@@ -201,18 +200,22 @@ class AgentStep:
         answer = add_ai_message_chunks(*self._chunks)
         self._chunks = []
         calls = {call["id"]: call for call in answer.tool_calls if call["id"]}
-        self.outputs = {id: self.outputs.get(id) or ToolOutput(call, self._report) for id, call in calls.items()}
+        started = self.outputs
+        self.outputs = {id: started.pop(id, None) or ToolOutput(call, self._report) for id, call in calls.items()}
+        for output in started.values():  # more came behind the arguments, and so there is no such call
+            output.stop()
         citations = answer.response_metadata.get("citations", ())
         self._passages = tuple(Chunk(c["text"], c["uri"], c["title"], c["passage"], c["score"]) for c in citations)
         self._messages.append(AIMessage(answer.content, tool_calls=answer.tool_calls))
         if self.outputs:
-            self._node.expect(self._message_id, self)
-            self._expiry = self.loop.call_later(KEEP_S, self._forget)
+            self._node.steps[self._message_id] = self
+            self.loop.call_later(KEEP_S, self._forget)
 
     def _forget(self) -> None:
         """Cancel the tools that no tool node has taken over, and remove the step from the node."""
         for output in self.outputs.values():
-            output.stop()
+            if not output.is_taken:
+                output.stop()
         self._node.steps.pop(self._message_id, None)
 
     @asynccontextmanager
@@ -223,30 +226,23 @@ class AgentStep:
         the prefix cache.
         """
         output = self.outputs[call["id"] or ""]
-        if output.is_taken or (call["name"], call["args"]) != (output.call["name"], output.call["args"]):
-            output.stop()  # it is for other arguments, if it was started
+        if (call["name"], call["args"]) != (output.call["name"], output.call["args"]) and not output.is_taken:
+            output.stop()  # the tool was started for other arguments
+        if output.is_taken or output.is_stopped:
             output = self.outputs[call["id"] or ""] = ToolOutput(call, self._report)
         output.is_taken = True
+        if all(each.is_taken for each in self.outputs.values()):
+            self._forget()
         self._num_running += 1
-        self._expiry.cancel()
         if self._prefilling is None and self._is_prefilled:
             self._prefilling = asyncio.create_task(self._prefill(), name="streamrag next step")
         try:
             yield output
         finally:
             self._num_running -= 1
-            if not self._num_running:
-                await self._end()
-
-    async def _end(self) -> None:
-        """Stop prefilling, and forget the step if all of its tools have ended, else after `KEEP_S`."""
-        prefilling, self._prefilling = self._prefilling, None
-        if prefilling is not None:
-            await end_or_leave(prefilling, "the prefill of an agent's next step")
-        if all(output.result is not None for output in self.outputs.values()):
-            self._forget()
-        else:
-            self._expiry = self.loop.call_later(KEEP_S, self._forget)
+            if self._num_running == 0 and self._prefilling is not None:
+                prefilling, self._prefilling = self._prefilling, None
+                await end_or_leave(prefilling, "the prefill of an agent's next step")
 
     async def _prefill(self) -> None:
         """Prefill until cancelled. A failure is only logged: the next step meets it itself, if it lasts."""

@@ -9,6 +9,7 @@ from copy import deepcopy
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 from langchain_core.messages import LC_ID_PREFIX, AIMessage, ToolCall
 from langchain_core.runnables import RunnableConfig
@@ -45,8 +46,8 @@ class StreamragToolNode(ToolNode):
 
     def __init__(self, tools: Sequence[BaseTool | Callable[..., Any]], **options: Any) -> None:
         super().__init__([_returning_tool(each) for each in tools], **options)
-        self.steps: dict[str, AgentStep] = {}
-        """The steps whose tools have not all ended, by the ids of the messages with their calls."""
+        self.steps = WeakValueDictionary[str, AgentStep]()
+        """The steps with calls that the node may still execute, by the ids of their messages."""
 
     def start_early(self, output: ToolOutput) -> "asyncio.Task[Any] | None":
         """Start the tool of a call and return its task; None if there is no such tool, or it needs the node's run."""
@@ -56,7 +57,12 @@ class StreamragToolNode(ToolNode):
             return None
         if injected.state or injected.store or injected.runtime or injected.all_injected_keys:
             return None
-        task = asyncio.create_task(_run_tool(tool, output), name=f"streamrag tool {name}")
+
+        async def run() -> Any:
+            OUTPUT.set(output)
+            return await tool.ainvoke(deepcopy(output.call))  # a tool may change its arguments
+
+        task = asyncio.create_task(run(), name=f"streamrag tool {name}")
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # marks it as retrieved
         return task
 
@@ -87,13 +93,6 @@ class StreamragToolNode(ToolNode):
                 output.stop()
         return output.result
 
-    def expect(self, message_id: str, step: AgentStep) -> None:
-        """Keep a step for the call of the node that runs its tools. Drop those whose event loop has ended."""
-        for id, each in list(self.steps.items()):
-            if each.loop.is_closed():
-                self.steps.pop(id, None)
-        self.steps[message_id] = step
-
     def _step_of(self, request: ToolCallRequest) -> AgentStep | None:
         """Return the step in this event loop whose answer has a call; None if none has it, or it is not known which.
 
@@ -103,11 +102,13 @@ class StreamragToolNode(ToolNode):
         if not isinstance(state, list):
             key = self._messages_key
             state = state.get(key) if isinstance(state, dict) else getattr(state, key, None)
-        message_ids = [each.id or "" for each in state or () if isinstance(each, AIMessage)] or [""]
-        steps = [self.steps[id] for id in message_ids[-1:] if id in self.steps]
-        if not steps and not message_ids[-1].startswith(LC_ID_PREFIX):
-            steps = list(self.steps.values())
-        found = [step for step in steps if call_id in step.outputs and step.loop is asyncio.get_running_loop()]
+        message_id = next((each.id or "" for each in reversed(state or ()) if isinstance(each, AIMessage)), "")
+        if message_id.startswith(LC_ID_PREFIX):
+            steps = [self.steps.get(message_id)]
+        else:
+            steps = [step() for step in self.steps.valuerefs()]
+        loop = asyncio.get_running_loop()
+        found = [step for step in steps if step is not None and step.loop is loop and call_id in step.outputs]
         return found[0] if len(found) == 1 else None
 
 
@@ -125,12 +126,6 @@ def _started_tool(task: "asyncio.Task[Any]", tool: BaseTool | None) -> BaseTool:
             return await tool.ainvoke(call, config)
 
     return cast(BaseTool, SimpleNamespace(ainvoke=ainvoke))
-
-
-async def _run_tool(tool: BaseTool, output: ToolOutput) -> Any:
-    """Run a tool with this output, and with LangChain's configuration of the run in which the model answers."""
-    OUTPUT.set(output)
-    return await tool.ainvoke(deepcopy(output.call))  # a tool may change its arguments
 
 
 def _returning_tool(tool: BaseTool | Callable[..., Any]) -> BaseTool:
