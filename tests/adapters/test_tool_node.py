@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -673,8 +673,7 @@ async def test_an_output_without_spaces_is_prefilled_while_it_comes(hermes: Path
 def test_langgraph_s_node_has_the_parts_that_ours_relies_on() -> None:
     execute = inspect.signature(ToolNode._execute_tool_async)
     assert list(execute.parameters) == ["self", "request", "input_type", "config"]
-    injected = ToolNode([read_log])._injected_args["read_log"]
-    assert {"state", "store", "runtime", "all_injected_keys"} <= {field.name for field in fields(injected)}
+    assert not any(astuple(ToolNode([read_log])._injected_args["read_log"]))
 
 
 class WatchedVllm(VllmBackend):

@@ -47,10 +47,10 @@ KEEP_S = 10.0
 """Seconds that a started tool may run before the graph reaches the node that waits for it: a graph may end before."""
 PAUSE = 4
 """Pause between two prompts, in durations of making the last one: the tokenizer shares the engine's processors."""
-LAST_WORD = re.compile(r"(?<=\w)\W+\w*\Z")
-"""The last word of a text and what divides it from the word before: tokens seldom have parts of two words."""
 MAX_WORD = 64
-"""Characters of a last word. A longer one, as in Chinese or encoded data, is prefilled but for these."""
+"""Characters of a last word that may still grow. More of one, as of Chinese or encoded data, counts as complete."""
+LAST_WORD = re.compile(r"\W*\w*\Z")
+"""The last word of a text, with what divides it from the word before."""
 ENDINGS = ("\n#", " a")
 """Two continuations of an output. The tokens that both prompts begin with are those of any continuation."""
 
@@ -122,10 +122,8 @@ class ToolOutput:
         if isinstance(self.result, ToolMessage):
             return self.result
         text = self.text
-        may_grow = max(len(text) - MAX_WORD, 0)
-        last_word = LAST_WORD.search(text, may_grow)
-        end = last_word.start() if last_word else may_grow
-        return ToolMessage(text[:end], name=self.call["name"], tool_call_id=self.call["id"])
+        text = text[:-MAX_WORD] + LAST_WORD.sub("", text[-MAX_WORD:])
+        return ToolMessage(text, name=self.call["name"], tool_call_id=self.call["id"])
 
 
 class AgentStep:
@@ -273,11 +271,13 @@ class AgentStep:
         loop, has_news = asyncio.get_running_loop(), asyncio.Event()
         self._wake = lambda: loop.call_soon_threadsafe(has_news.set)
         tokenizer = self._model.pipeline.backend.model.tokenizer
-        previous, progress = tuple[int, ...](), (0, 0)
+        previous, num_before = tuple[int, ...](), (0, 0)
         while True:
             has_news.clear()
             begin_s, known = loop.time(), self._known_outputs()
-            if progress != (progress := (len(known), known[-1].num_chars)):
+            num_known = len(known), known[-1].num_chars
+            if num_known != num_before:
+                num_before = num_known
                 token_ids = await in_thread(tokenizer, partial(self._token_ids, known), is_background=True)
                 if (num_shared := common_prefix_len(previous, token_ids)) < len(token_ids):
                     yield Prompt(token_ids, num_shared, source_name=NAME, conversation_id=self._conversation_id)

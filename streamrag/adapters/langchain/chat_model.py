@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self, cast
+from uuid import uuid4
 
 from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -205,7 +206,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         """Yield chunks as `_stream` does, without blocking. Closing the generator stops the query."""
         query, options = self._parse_messages(messages, stop, kwargs)
         parse = partial(self._parse_messages, stop=stop, call=kwargs)
-        message_id = f"{LC_ID_PREFIX}-{run_manager and run_manager.run_id}"  # LangChain's own
+        message_id = f"{LC_ID_PREFIX}-{run_manager.run_id if run_manager else uuid4()}"  # LangChain's own
         step = self.tool_node and AgentStep(self.tool_node, self, messages, parse, options, message_id)
         if step is not None and isinstance(messages[-1], ToolMessage):
             # All but the last tokens are in the prefix cache, which only the first prompt of a query is looked up in.

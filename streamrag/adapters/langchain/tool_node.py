@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from contextlib import aclosing, closing, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
+from dataclasses import astuple
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any, cast
@@ -52,10 +53,8 @@ class StreamragToolNode(ToolNode):
     def start_early(self, output: ToolOutput) -> "asyncio.Task[Any] | None":
         """Start the tool of a call and return its task; None if there is no such tool, or it needs the node's run."""
         name = output.call["name"]
-        tool, injected = self.tools_by_name.get(name), self._injected_args.get(name)
-        if tool is None or injected is None or self._wrap_tool_call or self._awrap_tool_call:
-            return None
-        if injected.state or injected.store or injected.runtime or injected.all_injected_keys:
+        tool, is_wrapped = self.tools_by_name.get(name), self._wrap_tool_call or self._awrap_tool_call
+        if tool is None or is_wrapped or any(astuple(self._injected_args[name])):
             return None
 
         async def run() -> Any:
