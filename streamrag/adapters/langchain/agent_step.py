@@ -199,9 +199,9 @@ class AgentStep:
         self._chunks = []
         calls = {call["id"]: call for call in answer.tool_calls if call["id"]}
         started = self.outputs
-        self.outputs = {id: started.pop(id, None) or ToolOutput(call, self._report) for id, call in calls.items()}
-        for output in started.values():  # more came behind the arguments, and so there is no such call
-            output.stop()
+        self.outputs = {id: started.get(id) or ToolOutput(call, self._report) for id, call in calls.items()}
+        for id in started.keys() - calls.keys():  # more came behind the arguments, and so there is no such call
+            started[id].stop()
         citations = answer.response_metadata.get("citations", ())
         self._passages = tuple(Chunk(c["text"], c["uri"], c["title"], c["passage"], c["score"]) for c in citations)
         self._messages.append(AIMessage(answer.content, tool_calls=answer.tool_calls))
