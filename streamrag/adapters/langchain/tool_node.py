@@ -47,7 +47,7 @@ class StreamragToolNode(ToolNode):
 
     def __init__(self, tools: Sequence[BaseTool | Callable[..., Any]], **options: Any) -> None:
         super().__init__([_returning_tool(each) for each in tools], **options)
-        self.steps = WeakValueDictionary[str, AgentStep]()
+        self.steps: WeakValueDictionary[str, AgentStep] = WeakValueDictionary()
         """The steps with calls that the node may still execute, by the ids of their messages."""
 
     def start_early(self, output: ToolOutput) -> "asyncio.Task[Any] | None":
