@@ -575,6 +575,26 @@ async def test_a_tool_runs_once_if_the_graph_makes_a_message_of_its_own(hermes: 
     assert starts == ["a"]
 
 
+async def test_a_call_that_the_graph_changes_runs_with_its_new_arguments(hermes: Path) -> None:
+    @tool
+    async def read_log(log: str) -> str:
+        """Read a log."""
+        await asyncio.sleep(1000 if log == "printer" else 0)
+        return log
+
+    async def change(message: AIMessage) -> AIMessage:
+        changed = [{**each, "args": {"log": "scanner"}} for each in message.tool_calls]
+        return message.model_copy(update={"tool_calls": changed})
+
+    backend = AgentBackend(hermes, call("read_log", log="printer"), "So.")
+    async with chat_model(backend) as model:
+        node = StreamragToolNode([read_log])
+        graph = agent(node, model.bind_tools(node) | RunnableLambda(change))
+        messages = (await graph.ainvoke({"messages": [HumanMessage(QUESTION)]}))["messages"]
+    assert messages[2].text == "scanner"
+    assert nothing_left(backend)
+
+
 async def test_a_tool_that_changes_its_arguments_runs_once(hermes: Path) -> None:
     starts = list[Any]()
 

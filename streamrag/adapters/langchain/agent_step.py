@@ -71,7 +71,7 @@ class ToolOutput:
         self.is_taken = False
         """Whether the tool node has run the tool, or waits for it."""
         self._num_reported = 0
-        self.is_stopped = False
+        self._is_stopped = False
         self._pieces: list[str] = []
         self._report = report
 
@@ -104,7 +104,7 @@ class ToolOutput:
         if self.num_chars >= self._num_reported + MIN_CHARS:
             self._num_reported = self.num_chars
             self._report()
-        return self.num_chars <= MAX_CHARS and not self.is_stopped
+        return self.num_chars <= MAX_CHARS and not self._is_stopped
 
     def end(self, result: Any) -> None:
         """Set the result."""
@@ -113,7 +113,7 @@ class ToolOutput:
 
     def stop(self) -> None:
         """Stop the tool, if it was started early and has not ended."""
-        self.is_stopped = True  # a thread ends at its next piece
+        self._is_stopped = True  # a thread ends at its next piece
         if self.started is not None:
             self.started.cancel()
 
@@ -224,9 +224,10 @@ class AgentStep:
         the prefix cache.
         """
         output = self.outputs[call["id"] or ""]
-        if (call["name"], call["args"]) != (output.call["name"], output.call["args"]) and not output.is_taken:
+        is_changed = (call["name"], call["args"]) != (output.call["name"], output.call["args"])
+        if is_changed and not output.is_taken:
             output.stop()  # the tool was started for other arguments
-        if output.is_taken or output.is_stopped:
+        if is_changed or output.is_taken:
             output = self.outputs[call["id"] or ""] = ToolOutput(call, self._report)
         output.is_taken = True
         if all(each.is_taken for each in self.outputs.values()):
