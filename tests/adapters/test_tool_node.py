@@ -3,24 +3,28 @@ are real. Each test compares with LangGraph's own `ToolNode`, or with what it do
 
 import ast
 import asyncio
+import gc
 import inspect
 import re
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_core.tools import BaseTool, InjectedToolCallId, tool
+from langchain_core.runnables import RunnableConfig, RunnableLambda
+from langchain_core.tools import BaseTool, InjectedToolCallId, StructuredTool, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import InjectedState, ToolNode, create_react_agent, tools_condition
 from langgraph.types import Command, interrupt
 
 from streamrag import Append, Chunk, Pipeline, PromptTooLongError, VllmBackend
-from streamrag.adapters.langchain import StreamragChatModel, StreamragToolNode, agent_step
+from streamrag.adapters.langchain import StreamragChatModel, StreamragToolNode, agent_step, prompt
+from streamrag.adapters.langchain import chat_model as chat_model_module
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.records import RequestRecord
 from streamrag.testing import ScriptedSource
@@ -351,8 +355,8 @@ async def test_an_output_never_becomes_a_special_token(folder: Path) -> None:
         return sum(each in tokenizer.added_token_ids for each in prompt)
 
     assert num_special(backend.complete[1]) == num_special(other.complete[1])
-    for prompt in backend.prompts[1]:
-        assert num_special(prompt.token_ids) <= num_special(other.complete[1])
+    for each in backend.prompts[1]:
+        assert num_special(each.token_ids) <= num_special(other.complete[1])
 
 
 async def test_an_endless_output_is_cut_off(hermes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,11 +518,182 @@ async def test_a_wrapper_may_try_a_tool_twice(hermes: Path) -> None:
     assert nothing_left(backend)
 
 
+@pytest.fixture
+def repeated_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call ids that each answer repeats, as Kimi's models write them."""
+
+    def chunk_of(delta: Any) -> Any:
+        chunk = prompt.chunk_of(delta)
+        pieces = [{**each, "id": each["id"] and f"functions.tool:{each['index']}"} for each in chunk.tool_call_chunks]
+        return chunk.model_copy(update={"tool_call_chunks": pieces})
+
+    monkeypatch.setattr(chat_model_module, "chunk_of", chunk_of)
+
+
+@pytest.mark.usefixtures("repeated_ids")
+async def test_agents_whose_models_repeat_call_ids_share_a_node(hermes: Path) -> None:
+    starts = list[str]()
+
+    @tool
+    async def read_log(log: str, config: RunnableConfig) -> str:
+        """Read a log."""
+        starts.append(config["configurable"]["user"])
+        await asyncio.sleep(0.05)
+        return str(config["configurable"]["user"])
+
+    async def ask(user: str, calls: str) -> list[str]:
+        backend = AgentBackend(hermes, calls, calls, "So.")
+        async with chat_model(backend) as model:
+            graph, config = agent(node, model.bind_tools(node)), {"configurable": {"user": user}}
+            state = await graph.ainvoke({"messages": [HumanMessage(QUESTION)]}, config)
+        return [each.text for each in state["messages"] if each.type == "tool"]
+
+    node, users = StreamragToolNode([read_log]), ["anna", "bert", "carl", "dora"]
+    calls = [call("read_log", log=log) for log in ("same", "same", "same", "other")]
+    found = await asyncio.gather(*map(ask, users, calls))
+    assert found == [[user, user] for user in users]
+    assert sorted(starts) == sorted([*users, *users])
+    assert not node.steps
+
+
+async def test_a_tool_runs_once_if_the_graph_makes_a_message_of_its_own(hermes: Path) -> None:
+    starts = list[str]()
+
+    @tool
+    async def read_log(log: str) -> str:
+        """Read a log."""
+        starts.append(log)
+        return "no jam"
+
+    async def without_text(message: AIMessage) -> AIMessage:
+        return AIMessage("", tool_calls=message.tool_calls)
+
+    async with chat_model(AgentBackend(hermes, "I look. " + call("read_log", log="a"), "So.")) as model:
+        node = StreamragToolNode([read_log])
+        graph = agent(node, model.bind_tools(node) | RunnableLambda(without_text))
+        await graph.ainvoke({"messages": [HumanMessage(QUESTION)]})
+    assert starts == ["a"]
+
+
+async def test_a_call_that_the_graph_changes_runs_with_its_new_arguments(hermes: Path) -> None:
+    @tool
+    async def read_log(log: str) -> str:
+        """Read a log."""
+        await asyncio.sleep(1000 if log == "printer" else 0)
+        return log
+
+    async def change(message: AIMessage) -> AIMessage:
+        changed = [{**each, "args": {"log": "scanner"}} for each in message.tool_calls]
+        return message.model_copy(update={"tool_calls": changed})
+
+    backend = AgentBackend(hermes, call("read_log", log="printer"), "So.")
+    async with chat_model(backend) as model:
+        node = StreamragToolNode([read_log])
+        graph = agent(node, model.bind_tools(node) | RunnableLambda(change))
+        messages = (await graph.ainvoke({"messages": [HumanMessage(QUESTION)]}))["messages"]
+    assert messages[2].text == "scanner"
+    assert nothing_left(backend)
+
+
+async def test_a_tool_that_changes_its_arguments_runs_once(hermes: Path) -> None:
+    starts = list[Any]()
+
+    async def read_log(lines: dict[str, Any]) -> str:
+        starts.append(lines["of"].pop())
+        return "no jam"
+
+    schema = {"type": "object", "properties": {"lines": {"type": "object"}}}
+    node = StreamragToolNode(
+        [StructuredTool(name="read_log", description="Reads.", args_schema=schema, coroutine=read_log)]
+    )
+    messages = await run(node, AgentBackend(hermes, call("read_log", lines={"of": ["printer"]}), "So."))
+    assert starts == ["printer"]
+    assert messages[1].tool_calls[0]["args"] == {"lines": {"of": ["printer"]}}  # type: ignore[attr-defined]
+
+
+async def test_a_tool_of_a_call_that_turns_out_malformed_is_stopped(hermes: Path) -> None:
+    log, calls = Log(), call("read_log", log="printer").replace("}}", "}}}")
+    old, new = AgentBackend(hermes, calls), AgentBackend(hermes, calls)
+    before = await run(ToolNode([read_log]), old, [read_log])
+    assert contents(await run(StreamragToolNode([log.tool()]), new)) == contents(before)
+    await asyncio.sleep(0)
+    assert log.is_closed.is_set() or not log.is_started.is_set()
+    assert nothing_left(new)
+
+
+async def test_steps_of_event_loops_that_have_ended_are_forgotten(hermes: Path) -> None:
+    async def ask() -> None:
+        async with chat_model(AgentBackend(hermes)) as model:
+            graph = agent(node, model.bind_tools(node), checkpointer=InMemorySaver(), interrupt_before=["tools"])
+            await graph.ainvoke({"messages": [HumanMessage(QUESTION)]}, {"configurable": {"thread_id": "1"}})
+
+    node = StreamragToolNode([read_log, ticket_state])
+    await asyncio.to_thread(asyncio.run, ask())
+    gc.collect()
+    assert not list(node.steps)
+
+
+@pytest.mark.parametrize("is_bound", [True, False], ids=["the node is bound", "only the tools are bound"])
+async def test_a_generator_in_a_thread_ends_when_the_agent_is_stopped(hermes: Path, is_bound: bool) -> None:
+    is_stopped, is_closed, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+    is_started = asyncio.Event()
+
+    def read_log(log: str) -> Iterator[str]:
+        """Read a log."""
+        try:
+            yield "a line\n"
+            loop.call_soon_threadsafe(is_started.set)
+            is_stopped.wait()
+            yield from ("a line\n" for _ in range(100))
+            lines.append("all")
+        finally:
+            loop.call_soon_threadsafe(is_closed.set)
+
+    lines = list[str]()
+    node = StreamragToolNode([read_log])
+    bound = node if is_bound else list(node.tools_by_name.values())
+    answering = asyncio.create_task(run(node, AgentBackend(hermes, call("read_log", log="x"), "So."), bound))
+    await is_started.wait()
+    answering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+    is_stopped.set()
+    await is_closed.wait()
+    assert not lines
+
+
+async def test_generators_are_read_wherever_a_tool_has_them(hermes: Path) -> None:
+    def in_thread(log: str) -> Iterator[str]:
+        """Read a log."""
+        yield "not this"
+
+    async def in_pieces(log: str) -> AsyncIterator[str]:
+        """Read a log."""
+        yield "It "
+        yield "jams."
+
+    both = StructuredTool.from_function(func=in_thread, coroutine=in_pieces, name="both")
+    alone = StructuredTool.from_function(coroutine=in_pieces, name="alone")  # type: ignore[arg-type]
+    calls = call("both", log="x") + call("alone", log="x")
+    messages = await run(StreamragToolNode([both, alone]), AgentBackend(hermes, calls, "So."))
+    assert [each.text for each in messages[2:4]] == ["It jams.", "It jams."]
+
+
+@pytest.mark.parametrize("piece", ["打印机在厚纸上卡纸", "QUJDREVGR0g", '{"line":1,"of":"log"},'])
+async def test_an_output_without_spaces_is_prefilled_while_it_comes(hermes: Path, piece: str) -> None:
+    log, backend = Log(*[piece] * 80), AgentBackend(hermes)
+    answering = asyncio.create_task(run(StreamragToolNode([log.tool(), ticket_state]), backend))
+    await backend.prompt_with(piece * 20)
+    log.may_go_on.set()
+    await answering
+    prefilled, whole = [each.token_ids for each in backend.prompts[1]], backend.complete[1]
+    assert all(whole[: len(each) - 32] == each[:-32] for each in prefilled)
+
+
 def test_langgraph_s_node_has_the_parts_that_ours_relies_on() -> None:
     execute = inspect.signature(ToolNode._execute_tool_async)
     assert list(execute.parameters) == ["self", "request", "input_type", "config"]
-    injected = ToolNode([read_log])._injected_args["read_log"]
-    assert {"state", "store", "runtime", "all_injected_keys"} <= {field.name for field in fields(injected)}
+    assert not any(astuple(ToolNode([read_log])._injected_args["read_log"]))
 
 
 class WatchedVllm(VllmBackend):
@@ -531,8 +706,8 @@ class WatchedVllm(VllmBackend):
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
         async def watched() -> AsyncIterator[Prompt]:
-            async for prompt in prompts:
-                yield prompt
+            async for each in prompts:
+                yield each
 
         async with aclosing(super().generate(watched(), params)) as events:  # type: ignore[type-var]
             async for event in events:

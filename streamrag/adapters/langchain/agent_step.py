@@ -12,10 +12,12 @@ of that prompt, which the engine finds in its prefix cache. So it changes no tok
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolCall, ToolMessage
@@ -45,6 +47,10 @@ KEEP_S = 10.0
 """Seconds that a started tool may run before the graph reaches the node that waits for it: a graph may end before."""
 PAUSE = 4
 """Pause between two prompts, in durations of making the last one: the tokenizer shares the engine's processors."""
+MAX_WORD = 64
+"""Characters of a last word that may still grow. More of one, as of Chinese or encoded data, counts as complete."""
+LAST_WORD = re.compile(r"\W*\w*\Z")
+"""The last word of a text, with what divides it from the word before."""
 ENDINGS = ("\n#", " a")
 """Two continuations of an output. The tokens that both prompts begin with are those of any continuation."""
 
@@ -62,7 +68,9 @@ class ToolOutput:
         """The tool node's result of the call, a `ToolMessage` or something else; None until the tool has ended."""
         self.started: asyncio.Task[Any] | None = None
         """The tool, if it was started before the graph reached the tool node."""
-        self._is_claimed = False
+        self.is_taken = False
+        """Whether the tool node has run the tool, or waits for it."""
+        self._num_reported = 0
         self._is_stopped = False
         self._pieces: list[str] = []
         self._report = report
@@ -71,9 +79,9 @@ class ToolOutput:
     def claim(cls, name: str) -> "ToolOutput":
         """Return the output of the running tool for its generator; another one for a tool that this tool calls."""
         output = OUTPUT.get()
-        if output is None or output._is_claimed or output.call["name"] != name:
-            output = cls(ToolCall(name=name, args={}, id=None))
-        output._is_claimed = True
+        if output is None or output.call["name"] != name:
+            return cls(ToolCall(name=name, args={}, id=None))
+        OUTPUT.set(None)
         return output
 
     @property
@@ -93,7 +101,9 @@ class ToolOutput:
         num_left = MAX_CHARS - self.num_chars
         self._pieces.append(text if len(text) <= num_left else text[:num_left] + CUT_OFF)
         self.num_chars += len(text)
-        self._report()
+        if self.num_chars >= self._num_reported + MIN_CHARS:
+            self._num_reported = self.num_chars
+            self._report()
         return self.num_chars <= MAX_CHARS and not self._is_stopped
 
     def end(self, result: Any) -> None:
@@ -112,8 +122,8 @@ class ToolOutput:
         if isinstance(self.result, ToolMessage):
             return self.result
         text = self.text
-        end = max(text.rfind(" "), text.rfind("\n"), 0)
-        return ToolMessage(text[:end], name=self.call["name"], tool_call_id=self.call["id"])
+        text = text[:-MAX_WORD] + LAST_WORD.sub("", text[-MAX_WORD:])
+        return ToolMessage(text, name=self.call["name"], tool_call_id=self.call["id"])
 
 
 class AgentStep:
@@ -124,6 +134,7 @@ class AgentStep:
     messages: the messages that it answers.
     parse: the model's function that returns the query and its options for messages.
     options: the options of the query of this step.
+    message_id: the id of the answer's message. Those of its calls are not always unique: some models write their own.
     """
 
     def __init__(
@@ -133,6 +144,7 @@ class AgentStep:
         messages: Sequence[BaseMessage],
         parse: Callable[[Sequence[BaseMessage]], tuple[str, dict[str, Any]]],
         options: Mapping[str, Any],
+        message_id: str,
     ) -> None:
         self.outputs: dict[str, ToolOutput] = {}
         """The outputs by the ids of the calls, in their order."""
@@ -142,13 +154,13 @@ class AgentStep:
         self._messages = list(messages)
         self._parse = parse
         self._is_prefilled = options.get("overlap", model.pipeline.overlap) is not False
+        self._message_id = message_id
         self._conversation_id = options.get("conversation_id", "")
         self._chunks: list[AIMessageChunk] = []
         self._open_call: dict[str, Any] = {}
         self._passages: tuple[Chunk, ...] = ()
         self._num_running = 0
         self._prefilling: asyncio.Task[None] | None = None
-        self._expiry: asyncio.TimerHandle | None = None
         self._wake: Callable[[], object] = lambda: None
 
     async def __aenter__(self) -> Self:
@@ -165,6 +177,7 @@ class AgentStep:
     def add(self, chunk: AIMessageChunk) -> None:
         """Add a piece of the answer. Start the tool of a call whose arguments are now a whole JSON object, because the
         beginning of one is none."""
+        chunk.id = self._message_id
         self._chunks.append(chunk)
         for piece in chunk.tool_call_chunks:
             if piece["id"]:
@@ -176,77 +189,69 @@ class AgentStep:
                     args = json.loads(self._open_call["args"])
                     id, name, self._open_call = self._open_call["id"], self._open_call["name"], {}
                     call = ToolCall(name=name, args=args, id=id, type="tool_call")
-                    output = self.outputs[id] = ToolOutput(call, self._report)
-                    output.started = self._node.start_early(output)
+                    if id not in self.outputs:
+                        output = self.outputs[id] = ToolOutput(call, self._report)
+                        output.started = self._node.start_early(output)
 
     def _finish_answer(self) -> None:
         """Take over the calls and passages of the whole answer, and wait `KEEP_S` for the tool node."""
         answer = add_ai_message_chunks(*self._chunks)
         self._chunks = []
         calls = {call["id"]: call for call in answer.tool_calls if call["id"]}
-        self.outputs = {id: self.outputs.get(id) or ToolOutput(call, self._report) for id, call in calls.items()}
+        started = self.outputs
+        self.outputs = {id: started.get(id) or ToolOutput(call, self._report) for id, call in calls.items()}
+        for id in started.keys() - calls.keys():  # more came behind the arguments, and so there is no such call
+            started[id].stop()
         citations = answer.response_metadata.get("citations", ())
         self._passages = tuple(Chunk(c["text"], c["uri"], c["title"], c["passage"], c["score"]) for c in citations)
         self._messages.append(AIMessage(answer.content, tool_calls=answer.tool_calls))
-        self._node.steps.update(dict.fromkeys(self.outputs, self))
-        self._expiry = self.loop.call_later(KEEP_S, self._forget)
+        if self.outputs:
+            self._node.steps[self._message_id] = self
+            self.loop.call_later(KEEP_S, self._forget)
 
     def _forget(self) -> None:
         """Cancel the tools that no tool node has taken over, and remove the step from the node."""
-        for id, output in self.outputs.items():
-            output.stop()
-            self._node.steps.pop(id, None)
+        for output in self.outputs.values():
+            if not output.is_taken:
+                output.stop()
+        self._node.steps.pop(self._message_id, None)
 
     @asynccontextmanager
-    async def run(self, call: ToolCall) -> AsyncGenerator[tuple[ToolOutput, "asyncio.Task[Any] | None"], None]:
-        """Yield the output of a call whose tool runs in the block, and the tool's task if it was started for this call.
+    async def run(self, call: ToolCall) -> AsyncGenerator[ToolOutput, None]:
+        """Yield the output of a call whose tool runs in the block; the tool may have been started for this call.
 
         Meanwhile, the next step's prompt is prefilled, until no tool of this step runs. What is computed of it stays in
         the prefix cache.
         """
         output = self.outputs[call["id"] or ""]
-        started, output.started = output.started, None
-        if started is None or (call["name"], call["args"]) != (output.call["name"], output.call["args"]):
-            if started is not None:  # for other arguments
-                started.cancel()
-            started, output = None, ToolOutput(call, self._report)
-            self.outputs[call["id"] or ""] = output
-        token = OUTPUT.set(output)
+        is_changed = (call["name"], call["args"]) != (output.call["name"], output.call["args"])
+        if is_changed and not output.is_taken:
+            output.stop()  # the tool was started for other arguments
+        if is_changed or output.is_taken:
+            output = self.outputs[call["id"] or ""] = ToolOutput(call, self._report)
+        output.is_taken = True
+        if all(each.is_taken for each in self.outputs.values()):
+            self._forget()
         self._num_running += 1
-        if self._expiry is not None:
-            self._expiry.cancel()
         if self._prefilling is None and self._is_prefilled:
             self._prefilling = asyncio.create_task(self._prefill(), name="streamrag next step")
         try:
-            yield output, started
+            yield output
         finally:
-            output.stop()
-            OUTPUT.reset(token)
             self._num_running -= 1
-            if not self._num_running:
-                await self._end()
-
-    async def _end(self) -> None:
-        """Stop prefilling, and forget the step if all of its tools have ended, else after `KEEP_S`."""
-        prefilling, self._prefilling = self._prefilling, None
-        if prefilling is not None:
-            await end_or_leave(prefilling, "the prefill of an agent's next step")
-        if all(output.result is not None for output in self.outputs.values()):
-            self._forget()
-        else:
-            self._expiry = self.loop.call_later(KEEP_S, self._forget)
+            if self._num_running == 0 and self._prefilling is not None:
+                prefilling, self._prefilling = self._prefilling, None
+                await end_or_leave(prefilling, "the prefill of an agent's next step")
 
     async def _prefill(self) -> None:
         """Prefill until cancelled. A failure is only logged: the next step meets it itself, if it lasts."""
         try:
-            async with aclosing(self._model.portal.aiterate(self._prefilled)) as events:
-                async for _ in events:
-                    pass
+            await self._model.portal.arun(self._send_prompts)
         except Exception as error:
             log.info("the next step of an agent is not prefilled: %s", message_of(error))
 
-    async def _prefilled(self) -> AsyncGenerator[Any, None]:
-        """Yield the engine's events for the prompts so far, in the pipeline's event loop; none if that is full."""
+    async def _send_prompts(self) -> None:
+        """Send the prompts so far to the engine, in the pipeline's event loop; none if that is full."""
         pipeline = self._model.pipeline
         if pipeline.num_queries >= pipeline.max_concurrent_queries:
             return
@@ -254,8 +259,8 @@ class AgentStep:
             aclosing(self._prompts()) as prompts,
             closing(pipeline.backend.generate(prompts, SamplingParams(max_tokens=1))) as events,
         ):
-            async for event in events:
-                yield event
+            async for _ in events:
+                pass
 
     def _report(self) -> None:
         """Tell the prefill, which may run in another event loop, that an output has changed."""
@@ -267,40 +272,32 @@ class AgentStep:
         loop, has_news = asyncio.get_running_loop(), asyncio.Event()
         self._wake = lambda: loop.call_soon_threadsafe(has_news.set)
         tokenizer = self._model.pipeline.backend.model.tokenizer
-        previous: tuple[int, ...] = ()
+        previous, num_before = tuple[int, ...](), (0, 0)
         while True:
             has_news.clear()
-            begin_s, progress = loop.time(), self._progress()
-            token_ids = await in_thread(tokenizer, self._token_ids, is_background=True)
-            if (num_shared := common_prefix_len(previous, token_ids)) < len(token_ids):
-                yield Prompt(token_ids, num_shared, source_name=NAME, conversation_id=self._conversation_id)
-                previous = token_ids
-            await asyncio.sleep(PAUSE * (loop.time() - begin_s))
-            while self._progress() < (progress[0], progress[1] + MIN_CHARS):
-                await has_news.wait()
-                has_news.clear()
+            begin_s, known = loop.time(), self._known_outputs()
+            num_known = len(known), known[-1].num_chars
+            if num_known != num_before:
+                num_before = num_known
+                token_ids = await in_thread(tokenizer, partial(self._token_ids, known), is_background=True)
+                if (num_shared := common_prefix_len(previous, token_ids)) < len(token_ids):
+                    yield Prompt(token_ids, num_shared, source_name=NAME, conversation_id=self._conversation_id)
+                    previous = token_ids
+                await asyncio.sleep(PAUSE * (loop.time() - begin_s))
+            await has_news.wait()
 
-    def _outputs_in_order(self) -> list[ToolOutput]:
-        """Return the outputs of the tools that have ended with a message, up to the first that has not ended."""
-        known: list[ToolOutput] = []
+    def _known_outputs(self) -> list[ToolOutput]:
+        """Return the outputs up to the first whose message is not known: its tool runs, or gave LangGraph a command."""
+        known = list[ToolOutput]()
         for output in self.outputs.values():
-            if output.result is not None and not isinstance(output.result, ToolMessage):
-                break  # a command, with messages of its own
             known.append(output)
-            if output.result is None:
+            if not isinstance(output.result, ToolMessage):
                 break
         return known
 
-    def _progress(self) -> tuple[int, int]:
-        """Return how many outputs are known, and the characters of the last one."""
-        known = self._outputs_in_order()
-        return len(known), known[-1].num_chars if known else 0
-
-    def _token_ids(self) -> tuple[int, ...]:
+    def _token_ids(self, known: Sequence[ToolOutput]) -> tuple[int, ...]:
         """Return the tokens that the next step's prompt begins with, whatever the last output goes on with."""
-        if not (known := [output.message() for output in self._outputs_in_order()]):
-            return ()
-        *before, last = known
+        *before, last = [output.message() for output in known]
         ways = [last.model_copy(update={"content": f"{last.content}{ending}"}) for ending in ENDINGS]
         first, second = (self._complete([*self._messages, *before, way]) for way in ways)
         return first[: common_prefix_len(first, second)]

@@ -8,12 +8,13 @@ from difflib import get_close_matches
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self, cast
+from uuid import uuid4
 
 from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolMessage
+from langchain_core.messages import LC_ID_PREFIX, AIMessage, AIMessageChunk, BaseMessage, ToolMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
@@ -205,7 +206,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         """Yield chunks as `_stream` does, without blocking. Closing the generator stops the query."""
         query, options = self._parse_messages(messages, stop, kwargs)
         parse = partial(self._parse_messages, stop=stop, call=kwargs)
-        step = AgentStep(self.tool_node, self, messages, parse, options) if self.tool_node is not None else None
+        message_id = f"{LC_ID_PREFIX}-{run_manager.run_id if run_manager else uuid4()}"  # LangChain's own
+        step = self.tool_node and AgentStep(self.tool_node, self, messages, parse, options, message_id)
         if step is not None and isinstance(messages[-1], ToolMessage):
             # All but the last tokens are in the prefix cache, which only the first prompt of a query is looked up in.
             options.setdefault("overlap", False)

@@ -2,14 +2,17 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import aclosing, closing, nullcontext
 from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import astuple
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
-from langchain_core.messages import ToolCall
+from langchain_core.messages import LC_ID_PREFIX, AIMessage, ToolCall
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import BaseTool
 from langchain_core.tools import tool as make_tool
@@ -44,18 +47,21 @@ class StreamragToolNode(ToolNode):
 
     def __init__(self, tools: Sequence[BaseTool | Callable[..., Any]], **options: Any) -> None:
         super().__init__([_returning_tool(each) for each in tools], **options)
-        self.steps: dict[str, AgentStep] = {}
-        """The steps whose tools have not all ended, by the ids of their calls."""
+        self.steps: WeakValueDictionary[str, AgentStep] = WeakValueDictionary()
+        """The steps with calls that the node may still execute, by the ids of their messages."""
 
     def start_early(self, output: ToolOutput) -> "asyncio.Task[Any] | None":
         """Start the tool of a call and return its task; None if there is no such tool, or it needs the node's run."""
         name = output.call["name"]
-        tool, injected = self.tools_by_name.get(name), self._injected_args.get(name)
-        if tool is None or injected is None or self._wrap_tool_call or self._awrap_tool_call:
+        tool, is_wrapped = self.tools_by_name.get(name), self._wrap_tool_call or self._awrap_tool_call
+        if tool is None or is_wrapped or any(astuple(self._injected_args[name])):
             return None
-        if injected.state or injected.store or injected.runtime or injected.all_injected_keys:
-            return None
-        task = asyncio.create_task(_run_tool(tool, output), name=f"streamrag tool {name}")
+
+        async def run() -> Any:
+            OUTPUT.set(output)
+            return await tool.ainvoke(deepcopy(output.call))  # a tool may change its arguments
+
+        task = asyncio.create_task(run(), name=f"streamrag tool {name}")
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # marks it as retrieved
         return task
 
@@ -73,15 +79,36 @@ class StreamragToolNode(ToolNode):
         """Run a tool as `ToolNode` does, or wait for it if it was started early; meanwhile, it is read."""
         if (siblings := _siblings.get()) is not None and (task := asyncio.current_task()):
             siblings.add(task)
-        step = self.steps.get(request.tool_call["id"] or "")
-        if step is None or step.loop is not asyncio.get_running_loop():
-            return await super()._execute_tool_async(request, input_type, config)
-        async with step.run(request.tool_call) as (output, started):
-            if started is not None:
-                request = request.override(tool=_started_tool(started, request.tool))
-            result = await super()._execute_tool_async(request, input_type, config)
-            output.end(result)
-        return result
+        step = self._step_of(request)
+        run = nullcontext(ToolOutput(request.tool_call)) if step is None else step.run(request.tool_call)
+        async with run as output:
+            if output.started is not None:
+                request = request.override(tool=_started_tool(output.started, request.tool))
+            token = OUTPUT.set(output)
+            try:
+                output.end(await super()._execute_tool_async(request, input_type, config))
+            finally:
+                OUTPUT.reset(token)
+                output.stop()
+        return output.result
+
+    def _step_of(self, request: ToolCallRequest) -> AgentStep | None:
+        """Return the step in this event loop whose answer has a call; None if none has it, or it is not known which.
+
+        A graph may have put the calls in a message of its own. Their ids are unique with most models, but not all.
+        """
+        call_id, state = request.tool_call["id"], request.state
+        if not isinstance(state, list):
+            key = self._messages_key
+            state = state.get(key) if isinstance(state, dict) else getattr(state, key, None)
+        message_id = next((each.id or "" for each in reversed(state or ()) if isinstance(each, AIMessage)), "")
+        if message_id.startswith(LC_ID_PREFIX):
+            steps = [self.steps.get(message_id)]
+        else:
+            steps = [step() for step in self.steps.valuerefs()]
+        loop = asyncio.get_running_loop()
+        found = [step for step in steps if step is not None and step.loop is loop and call_id in step.outputs]
+        return found[0] if len(found) == 1 else None
 
 
 def _started_tool(task: "asyncio.Task[Any]", tool: BaseTool | None) -> BaseTool:
@@ -100,36 +127,38 @@ def _started_tool(task: "asyncio.Task[Any]", tool: BaseTool | None) -> BaseTool:
     return cast(BaseTool, SimpleNamespace(ainvoke=ainvoke))
 
 
-async def _run_tool(tool: BaseTool, output: ToolOutput) -> Any:
-    """Run a tool with this output, and with LangChain's configuration of the run in which the model answers."""
-    OUTPUT.set(output)
-    return await tool.ainvoke(output.call)
-
-
 def _returning_tool(tool: BaseTool | Callable[..., Any]) -> BaseTool:
     """Return the tool; for one whose function is a generator, a tool that returns the joined pieces."""
     made: BaseTool = tool if isinstance(tool, BaseTool) else make_tool(tool)
-    generate = getattr(made, "func", None)
-    if inspect.isgeneratorfunction(generate):
+    joined: dict[str, Any] = {}
+    for field in ("func", "coroutine"):
+        generate = getattr(made, field, None)
+        if inspect.isgeneratorfunction(generate):
+            joined[field] = _joined(generate, made.name)
+        elif inspect.isasyncgenfunction(generate):
+            joined |= {field: None, "coroutine": _joined_async(generate, made.name)}
+    return made.model_copy(update=joined) if joined else made
 
-        @wraps(generate)
-        def join(*args: Any, **kwargs: Any) -> str:
-            output = ToolOutput.claim(made.name)
-            with closing(generate(*args, **kwargs)) as pieces:
-                all(map(output.write, pieces))
-            return output.text
 
-        return made.model_copy(update={"func": join})
-    if inspect.isasyncgenfunction(generate):
+def _joined(generate: Callable[..., Generator[Any, None, None]], name: str) -> Callable[..., str]:
+    @wraps(generate)
+    def join(*args: Any, **kwargs: Any) -> str:
+        output = ToolOutput.claim(name)
+        with closing(generate(*args, **kwargs)) as pieces:
+            all(map(output.write, pieces))
+        return output.text
 
-        @wraps(generate)
-        async def join_async(*args: Any, **kwargs: Any) -> str:
-            output = ToolOutput.claim(made.name)
-            async with aclosing(generate(*args, **kwargs)) as pieces:
-                async for piece in pieces:
-                    if not output.write(piece):
-                        break
-            return output.text
+    return join
 
-        return made.model_copy(update={"func": None, "coroutine": join_async})
-    return made
+
+def _joined_async(generate: Callable[..., AsyncGenerator[Any, None]], name: str) -> Callable[..., Awaitable[str]]:
+    @wraps(generate)
+    async def join(*args: Any, **kwargs: Any) -> str:
+        output = ToolOutput.claim(name)
+        async with aclosing(generate(*args, **kwargs)) as pieces:
+            async for piece in pieces:
+                if not output.write(piece):
+                    break
+        return output.text
+
+    return join
