@@ -13,12 +13,9 @@ import httpx
 
 
 async def run(tool: str, num_lines: int, results: Any) -> None:
-    try:
-        for number in range(num_lines):
-            await asyncio.sleep(0.05)  # what a tool does
-            results.put_nowait({"text": f"{tool}, line {number}: it jams on thick paper.", "uri": tool})
-    except Exception as error:  # the model reads it, as any result
-        results.put_nowait({"text": f"{tool} failed: {error}", "uri": tool})
+    for number in range(num_lines):
+        await asyncio.sleep(0.05)  # what a tool does
+        results.put_nowait({"text": f"{tool}, line {number}: it jams on thick paper.", "uri": tool})
     results.put_nowait(None)
 
 
