@@ -40,7 +40,7 @@ def phrase(found: Interval) -> str:
         case "faster":
             return f"{middle:.2f} times as soon ({low:.2f} to {high:.2f})"
         case "slower":
-            return f"later, after {1 / middle:.2f} times as long ({1 / high:.2f} to {1 / low:.2f})"
+            return f"{1 / middle:.2f} times as late ({1 / high:.2f} to {1 / low:.2f})"
         case "the same":
             return f"at the same time ({low:.2f} to {high:.2f} times as soon)"
     if math.isinf(high):
@@ -84,8 +84,8 @@ def limits(group: ComparedGroup) -> Iterator[str]:
     streaming_s, waiting_s = group.medians(lambda timings: timings.retrieval_s)
     if streaming_s > LONGER * waiting_s:
         yield (
-            f"Cost: retrieval takes {streaming_s - waiting_s:.2f} s longer with streaming, because it shares its "
-            "processors with the model. Another machine for either helps."
+            f"Cost: retrieval takes {streaming_s - waiting_s:.2f} s longer with streaming, probably because it "
+            "shares its processors with the model. Another machine for either helps."
         )
     share = statistics.median(streaming.num_invalidated / streaming.num_prompt_tokens for streaming, _ in pairs)
     if share > CHANGED:

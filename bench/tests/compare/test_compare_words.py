@@ -26,7 +26,7 @@ def test_the_verdict_has_the_gain_of_both_tokens_and_both_clocks() -> None:
     ("pairs", "words"),
     [
         ([FASTER[::-1]] * 2, "streaming is slower here; Pipeline(overlap=False) does without it. The first token comes "
-                             "later, after 1.67 times as long (1.67 to 1.67) after the question"),
+                             "1.67 times as late (1.67 to 1.67) after the question"),
         ([(events(), events())] * 2, "streaming makes no difference here. The first token comes at the same time (1.00 "
                                      "to 1.00 times as soon)"),
         (NOISE, "it is unclear whether streaming is faster here. The first token comes perhaps sooner and perhaps "
