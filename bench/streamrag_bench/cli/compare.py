@@ -103,7 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
         asyncio.run(_measure(arguments, questions, dict(zip(loads, groups, strict=True))))
     finally:
         if measured := [group for group in groups if group.rounds]:
-            _print(arguments, measured, others.share())
+            has_server = arguments.server is not None or arguments.postgres is not None  # perhaps one of the others
+            _print(arguments, measured, None if has_server else others.share())
     return 0
 
 
@@ -191,7 +192,7 @@ async def _measure(arguments: argparse.Namespace, questions: Sequence[str], grou
         await pipeline.aclose()
 
 
-def _print(arguments: argparse.Namespace, groups: Sequence[ComparedGroup], others_share: float) -> None:
+def _print(arguments: argparse.Namespace, groups: Sequence[ComparedGroup], others_share: float | None) -> None:
     """Print a table and the verdict, or JSON, and write the page."""
     sentences = sentences_of(groups)
     remedy = f"measure longer with --minutes {2 * arguments.minutes:g}"

@@ -39,7 +39,7 @@ def make_table(groups: Sequence[ComparedGroup], names: Sequence[str] = tuple(MEA
     return table
 
 
-def as_json(groups: Sequence[ComparedGroup], others_share: float, sentences: Sequence[str]) -> dict[str, Any]:
+def as_json(groups: Sequence[ComparedGroup], others_share: float | None, sentences: Sequence[str]) -> dict[str, Any]:
     """Return the intervals, the verdict and the numbers of each pair."""
     return {
         "format": 1,

@@ -113,9 +113,10 @@ def _answers(group: ComparedGroup) -> str:
     return text
 
 
-def why_unclear(groups: Sequence[ComparedGroup], others_share: float, names: Sequence[str], remedy: str) -> str:
+def why_unclear(groups: Sequence[ComparedGroup], others_share: float | None, names: Sequence[str], remedy: str) -> str:
     """Return a sentence that says which of the named measures are unclear, why, and what to do; "" if none is.
 
+    others_share: share of the cores that other programs kept busy; None if it is not known.
     remedy: how to measure longer.
     """
     unclear = [(group, name) for group in groups for name in names if group.interval(name).word == "unclear"]
@@ -124,7 +125,7 @@ def why_unclear(groups: Sequence[ComparedGroup], others_share: float, names: Seq
     what = "; ".join(f"{group.name}, {name}" if len(groups) > 1 else name for group, name in unclear)
     num = min(len(group.rounds) for group, _ in unclear)
     pairs = "one pair shows" if num == 1 else f"{num} pairs show"
-    if others_share < BUSY_SHARE:
+    if others_share is None or others_share < BUSY_SHARE:
         return f"Unclear ({what}): {pairs} too little for times that differ so much: {remedy}."
     return (
         f"Unclear ({what}): {pairs} too little while other programs keep {others_share:.0%} of the cores busy. Close "
