@@ -106,13 +106,37 @@ class Gate:
         request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
         cors = self._cors(headers.get("origin"))
         body = BoundedBody(scope["path"], headers, receive, self._limits)
+        send = self._with_headers(send, scope, {"x-request-id": request_id, **cors}, body)
+        try:
+            self._check_host(headers)
+            self._check_origin(headers)
+            if scope["type"] == "http" and scope["method"] == "OPTIONS" and cors:
+                await JSONResponse({}, headers=_PREFLIGHT)(scope, receive, send)
+                return
+            caller = scope[CALLER] = self._caller(scope, headers, request_id)
+            body.check_length()
+            self._check_open(caller.client)
+        except RequestError as error:
+            scope.update({"app": self._app, CALLER: scope.get(CALLER, Caller(request_id, ANONYMOUS)), ERROR: error})
+            await _refuse(error, scope, receive, send)
+            return
+        with self._count_open(caller.client):
+            if scope["path"] not in OPEN_PATHS:  # health checks never wait
+                await asyncio.sleep(caller.turns.turn_s(REQUEST_S))
+            if scope["type"] == "http":
+                await self._run_request(scope, body.receive, send)
+            else:
+                await self._run_socket(scope, receive, send, caller)
+
+    def _with_headers(self, send: Send, scope: Scope, headers: Mapping[str, str], body: BoundedBody) -> Send:
+        """Return `send` with these headers in responses, and with calls of `on_failure`."""
         is_accepted = False
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal is_accepted
             if message["type"] in ("http.response.start", "websocket.accept"):
                 more = MutableHeaders(scope=message)
-                more.update({"x-request-id": request_id, **cors})
+                more.update(headers)
                 if message["type"] == "http.response.start" and not body.is_read:
                     more["connection"] = "close"
             is_accepted |= message["type"] == "websocket.accept"
@@ -122,32 +146,17 @@ class Gate:
                 self.on_failure(scope, status)
             await send(message)
 
+        return send_with_headers
+
+    async def _run_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run an HTTP request. Starlette raises again what it has answered with 500: that error ends here."""
         try:
-            self._check_host(headers)
-            self._check_origin(headers)
-            if scope["type"] == "http" and scope["method"] == "OPTIONS" and cors:
-                await JSONResponse({}, headers=_PREFLIGHT)(scope, receive, send_with_id)
-                return
-            caller = scope[CALLER] = self._caller(scope, headers, request_id)
-            body.check_length()
-            self._check_open(caller.client)
-        except RequestError as error:
-            scope.update({"app": self._app, CALLER: scope.get(CALLER, Caller(request_id, ANONYMOUS)), ERROR: error})
-            await _refuse(error, scope, receive, send_with_id)
-            return
-        with self._count_open(caller.client):
-            if scope["path"] not in OPEN_PATHS:  # health checks never wait
-                await asyncio.sleep(caller.turns.turn_s(REQUEST_S))
-            if scope["type"] == "http":
-                try:
-                    await self._app(scope, body.receive, send_with_id)
-                except Exception as error:
-                    if error is not scope.get(ERROR):  # Starlette raises again what it has answered with 500
-                        raise
-                finally:
-                    scope.pop(ERROR, None)  # uvicorn keeps the scope while the connection is idle
-            else:
-                await self._run_socket(scope, receive, send_with_id, caller)
+            await self._app(scope, receive, send)
+        except Exception as error:
+            if error is not scope.get(ERROR):
+                raise
+        finally:
+            scope.pop(ERROR, None)  # uvicorn keeps the scope while the connection is idle
 
     @contextmanager
     def _count_open(self, client: str) -> Iterator[None]:
