@@ -221,7 +221,7 @@ async def test_a_stream_that_is_too_long_ends() -> None:
 
 
 async def test_a_client_that_says_nothing_is_left_unless_it_shows_that_it_lives() -> None:
-    async with serving(limits=Limits(idle_s=0.5)) as served, raw(served.url) as client, raw(served.url) as silent:
+    async with serving(limits=Limits(idle_s=3)) as served, raw(served.url) as client, raw(served.url) as silent:
         await opened(client)
         await opened(silent)
         told = asyncio.create_task(silent.until("error"))
