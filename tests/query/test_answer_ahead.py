@@ -72,8 +72,8 @@ async def events_of(pipeline: Pipeline, **options: object) -> tuple[list[QueryEv
 
 async def test_a_draft_waits_for_a_context_that_lasts_longer_than_one_in_which_nothing_was_drafted() -> None:
     """The first draft has no token when the context changes: the second one waits as long, and is never asked for."""
-    source = ScriptedSource([Append(A), 0.3, Append(B), 0.01, Append(C), 1.5])
-    backend = DraftingBackend(pause_s=0.5)
+    source = ScriptedSource([Append(A), 1.0, Append(B), 0.01, Append(C), 3.0])
+    backend = DraftingBackend(pause_s=1.5)
     async with Pipeline(source, backend, overlap=True) as pipeline:
         await events_of(pipeline)
     assert [bytes(draft.token_ids).count(b"gamma") for draft in backend.drafts] == [0, 1]
