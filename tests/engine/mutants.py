@@ -1015,6 +1015,14 @@ MUTANTS = (
         f"{OF_CONNECTORS}::test_loads_within_a_step_take_none_of_its_tokens",
     ),
     Mutant(
+        "a load without memory takes tokens of running requests in every other step",
+        EXECUTOR,
+        "request.num_free_when_left = num_free\n",
+        "pass\n",
+        1,
+        first=FIRST_TRANSFER + 294,
+    ),
+    Mutant(
         "what a connector still looks up is granted tokens again and again",
         EXECUTOR,
         "request.awaits_connector = is_left and",

@@ -8,7 +8,7 @@ from tests.engine.fuzz import play, run_seeds
 from tests.engine.fuzz.scenarios import make_load
 from tests.engine.fuzz.transfers import FIRST_SEED, make_transfers
 
-FAILED_ONCE = [2_769, 3_058, FIRST_SEED + 51_494]
+FAILED_ONCE = [2_769, 3_058, FIRST_SEED + 294, FIRST_SEED + 3_162, FIRST_SEED + 51_494]
 """What the scheduler did wrong before, in loads that others come across too rarely.
 
 2769: a block that was computed from a failed load, and lost before that was known, was saved to host memory.

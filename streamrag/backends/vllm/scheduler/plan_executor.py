@@ -11,7 +11,7 @@ from streamrag.backends.vllm.scheduler.kv.eviction import Evictions, KvClaims
 from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
 from streamrag.backends.vllm.scheduler.outbox import Outbox
 from streamrag.backends.vllm.scheduler.queues import Queues
-from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.request import NEVER_LEFT, StreamRequest
 from streamrag.backends.vllm.scheduler.step import PlannedStep, StepPlanner
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
 from streamrag.engine import Grant
@@ -92,11 +92,17 @@ class PlanExecutor:
         finally:
             scheduler.max_num_scheduled_tokens = most_tokens
             granted = {grant.request.request_id for grant in step.plan.grants if grant.num_tokens}
+            num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             for request in shown:
-                # Without memory for its load, vLLM leaves a request where it was, and its grant would starve others.
-                is_left = request in scheduler.deferred_waiting or request.request_id in granted
                 is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-                request.awaits_connector = is_left and is_waiting and not request.num_computed_tokens
+                is_left = is_waiting and not request.num_computed_tokens
+                is_looked_up = request in scheduler.deferred_waiting
+                # Without memory for its load, vLLM leaves a request where it was, and its grant would starve others.
+                if is_left and not is_looked_up and request.request_id in granted:
+                    request.num_free_when_left = num_free
+                elif not is_left or num_free > request.num_free_when_left:
+                    request.num_free_when_left = NEVER_LEFT
+                request.awaits_connector = is_left and (is_looked_up or request.num_free_when_left != NEVER_LEFT)
 
     def _update_stuck(self, step: PlannedStep) -> None:
         # Requests whose KV a connector loads asynchronously are in no plan; only a step learns that a load has ended.

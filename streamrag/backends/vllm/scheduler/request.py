@@ -1,5 +1,6 @@
 """vLLM's request, extended for streamed prompts."""
 
+import sys
 from dataclasses import dataclass
 
 from vllm.v1.request import Request, RequestStatus
@@ -11,6 +12,8 @@ from streamrag.engine import RequestView
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.engine.recompute_or_swap import CostComparison
 from streamrag.records import ChunkRecord, RequestOutcome, RequestRecord
+
+NEVER_LEFT = sys.maxsize  # free blocks when a request was left without memory, if it never was
 
 OUTCOMES: dict[RequestStatus, RequestOutcome] = {
     RequestStatus.FINISHED_ABORTED: "aborted",
@@ -58,6 +61,7 @@ class StreamRequest(Request):
     step_end: int | None = None
     """Tokens computed by the end of the step being planned, if the step computes only a part; else None."""
     awaits_connector: bool = False  # whether the last step had no tokens for it because of a third-party KV connector
+    num_free_when_left: int = NEVER_LEFT  # free blocks when its load did not fit; until there are more, it awaits
     num_loaded_tokens: int = 0  # tokens that the step that last admitted the request loads from host memory
     released_blocks: set[int]  # device blocks that the request lost and wants back; some may hold other KV by now
     was_evicted: bool = False  # whether the request has ever lost KV to others
