@@ -14,6 +14,7 @@ FAILED_ONCE = [2_769, 3_058, FIRST_SEED + 294, FIRST_SEED + 3_162, FIRST_SEED + 
 2769: a block that was computed from a failed load, and lost before that was known, was saved to host memory.
 3058: the prefix cache was reset, and a partial prompt that could start then was left asleep.
 51494, with a connector: a load that did not fit beside what loaded prompts still needed kept them from running.
+294 and 3162, with one: two requests whose loads found no memory took the tokens of the one that would have freed it.
 """
 SITUATIONS = [
     "aborts by a pause",
