@@ -182,12 +182,6 @@ class KvUse:
         """KV held, by the state of the requests."""
         return {"running": self.running, "waiting": self.waiting, "idle": self.idle}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "KvUse":
-        """Return the `KvUse` that `asdict` made `values` from."""
-        held = {name: KvHeld(**values[name]) for name in ("running", "waiting", "idle")}
-        return cls(**{**values, **held})
-
 
 def read_records(path: str | Path) -> list[RequestRecord]:
     """Return the records in a file that an engine writes, in the order in which the requests ended.

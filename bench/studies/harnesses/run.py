@@ -3,10 +3,11 @@
     python -m studies.harnesses.run --guidellm FOLDER/bin/guidellm --aiperf FOLDER/bin/aiperf [--json FILE]
 
 `vllm bench serve`, GuideLLM and AIPerf run unchanged, with the same load, against both servers in turns: an idle server
-takes no processor time, and runs close in time meet the same machine. Each round has other prompts and servers of its
-own, started and asked in the other order: whichever starts second computes the same model some 6 % faster. So only an
-even number of rounds is fair. Both servers have the same arguments for the engine, and ours has a template that adds
-nothing, so that prompts are equal. The harnesses' own results are kept in `--keep`, and what is there is not repeated.
+takes no processor time, and runs close in time meet the same machine. Each round has other prompts, and the servers'
+turns in the other order. Every second round starts both anew, in the other order, after a server of vLLM that nobody asks: of
+three equal servers, the first to start computes the model a tenth slower than the others. So only a multiple of four
+rounds is fair. Both servers have the same arguments for the engine, and ours has a template that adds nothing, so that
+prompts are equal. The harnesses' own results are kept in `--keep`, and what is there is not repeated.
 """
 
 import argparse
@@ -36,6 +37,7 @@ NUM_REQUESTS, RATE, CONCURRENCY, NUM_INPUT, NUM_OUTPUT = 20, 0.5, 4, 256, 32
 NAME = "harness-model"
 KV_BYTES = 1 << 30
 SERVERS = ("streamrag", "vllm")
+UNASKED = "unasked"  # another of vLLM's
 METRICS = {"ttft_ms": "first token", "tpot_ms": "per output token", "e2e_ms": "whole answer"}
 
 PLAIN_PROMPT = {"system": "", "before_context": "", "no_context": "", "after_context": "{question}"}
@@ -175,24 +177,23 @@ def measure(programs: Mapping[str, str], model: Path, num_rounds: int, keep: Pat
     """Run each harness against each server, in turns, unless its result is there."""
     keep.mkdir(parents=True, exist_ok=True)
     runs = []
-    for number in range(1, num_rounds + 1):
-        order = SERVERS if number % 2 else SERVERS[::-1]
-        places = {
-            (name, server): keep / f"{number}-{server}-{name.replace(' ', '-')}"
-            for name in programs
-            for server in order
-        }
-        missing = [key for key, folder in places.items() if not (folder / "done").exists()]
+    for number in range(1, num_rounds + 1, 2):
+        order = SERVERS if number % 4 == 1 else SERVERS[::-1]
+        rounds = ((number, order), (number + 1, order[::-1]))
+        turns = [(of_round, name, server) for of_round, asked in rounds for name in programs for server in asked]
+        places = {turn: keep / "-".join(map(str, turn)).replace(" ", "-") for turn in turns}
+        missing = [turn for turn, folder in places.items() if not (folder / "done").exists()]
         with ExitStack() as stack:
             urls: dict[str, str] = {}
-            for server in order if missing else ():
+            for server in (UNASKED, *order) if missing else ():
                 log = keep / f"{number}-{server}.log"
                 urls[server] = stack.enter_context(start_server(partial(server_command, server, model), log))
-            for name, server in missing:
-                run_harness(name, programs[name], urls[server], model, number, places[name, server])
-        for (name, server), folder in places.items():
+            for of_round, name, server in missing:
+                folder = places[of_round, name, server]
+                run_harness(name, programs[name], urls[server], model, of_round, folder)
+        for (of_round, name, server), folder in places.items():
             num_answers, *values = HARNESSES[name][1](folder)
-            runs.append(Run(number, server, name, int(num_answers), *values))
+            runs.append(Run(of_round, server, name, int(num_answers), *values))
     return runs
 
 
@@ -239,7 +240,7 @@ def main() -> int:
     parser.add_argument("--aiperf", help="the program aiperf; without it, it is left out")
     parser.add_argument("--model", type=Path, help="a folder; by default the demo's model is made")
     parser.add_argument(
-        "--rounds", type=int, default=4, help="an even number, so that each server starts first as often"
+        "--rounds", type=int, default=8, help="a multiple of four, so that each server starts first as often"
     )
     parser.add_argument("--keep", type=Path, default=KEPT / "harnesses")
     parser.add_argument("--json", type=Path)

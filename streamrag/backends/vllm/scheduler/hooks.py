@@ -24,7 +24,6 @@ the plugin relies on; tests/backends/vllm/test_surface.py has fingerprints of al
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -183,7 +182,7 @@ class StreamingHooks(_Base):
         stats = super().make_stats(*args, **kwargs)
         if stats is not None and self.plugin.options.reports_kv_use:
             use = self.plugin.kv_memory.use(self.plugin.queues.idle.values())
-            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: asdict(use)}
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: use}
         return stats
 
     def shutdown(self) -> None:

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.records import KvHeld
@@ -57,6 +59,7 @@ def test_kv_use_is_reported_by_state_of_requests_if_that_is_switched_on(bench: M
     scheduler.plugin.options = replace(scheduler.plugin.options, reports_kv_use=True)
     log = EngineStats()
     assert log.kv_use() is None
-    log.record(scheduler.make_stats(), None)
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=scheduler.make_stats()))
+    log.record(MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats, None)
     log.record(None, None)
     assert log.kv_use() == use
