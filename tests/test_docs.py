@@ -167,7 +167,7 @@ def test_a_page_that_starts_vllms_server_says_how_to_with_the_build_for_cpus(nam
 
 
 def test_the_picture_and_the_texts_have_the_figures_of_the_recorded_demo() -> None:
-    command = [sys.executable, "bench/studies/demo/figures.py", "--check"]
+    command = [sys.executable, "bench/studies/demo/publish_figures.py", "--check"]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -179,14 +179,14 @@ def test_the_words_about_the_picture_have_its_seconds() -> None:
 
 
 def test_a_live_search_loses_on_two_cores_as_the_page_of_benchmarks_says() -> None:
-    figures = runpy.run_path(str(ROOT / "bench" / "studies" / "demo" / "figures.py"))
+    figures = runpy.run_path(str(ROOT / "bench" / "studies" / "demo" / "publish_figures.py"))
     arms = json.loads(figures["LIVE_SEARCH"].read_text())["arms"]
     loss = 1 - arms["every update"]["ttft_s_ratio"]
     assert f"loses {loss:.0%}".replace("%", " %") in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
 def test_the_picture_shows_the_median_of_all_pairs_also_of_those_with_the_same_question() -> None:
-    figures = runpy.run_path(str(ROOT / "bench" / "studies" / "demo" / "figures.py"))
+    figures = runpy.run_path(str(ROOT / "bench" / "studies" / "demo" / "publish_figures.py"))
     rows = [
         {"question": question, "arm": arm, "ttft_after_retrieval_s": seconds}
         for question, waiting_s in (("a", 4.0), ("b", 3.0), ("a", 1.0), ("a", 2.0), ("b", 5.0))

@@ -48,7 +48,7 @@ class Plan:
     is_full: bool = False
     """Whether the step ended before the turn of all requests: its tokens or slots were used up, or a rule ended it."""
     is_put_off: bool = False
-    """Whether requests are granted nothing because the rest is better planned when the step in flight has ended."""
+    """Whether the step ended early, or grants nothing, because the rest is better planned after the step in flight."""
     waiting: tuple[RequestView, ...] = ()
     """Requests that continue when memory is free, or when their prompt is complete."""
     holds: tuple[Hold, ...] = ()
@@ -84,7 +84,7 @@ def plan(
     :param reports_holds: whether to report the requests that were held back, and the rule that did so.
     """
     if not order:
-        return Plan(budget)  # most steps of an engine that only decodes
+        return Plan(budget)  # all requests decode
     # Phase 1
     walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
     if not walk.grants and not walk.num_ahead and rules.if_nothing_runs is not rules:

@@ -129,7 +129,7 @@ class Walk:
         self.is_closed_to_partial = False
         """Whether the step has ended for partial prompts."""
         self.is_closed_to_new = False
-        """Whether a complete prompt did not fit: no request without KV may start behind it."""
+        """Whether a request that may evict did not fit: none without KV may start behind it."""
         self.is_put_off = False
         """Whether the step ended because a victim cannot be evicted before the step in flight has ended."""
         self.waiting: list[RequestView] = []

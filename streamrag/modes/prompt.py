@@ -81,7 +81,9 @@ class AssembledPrompt:
 
     prompt: Prompt
     included: tuple[Chunk, ...]
-    """Passages of the prompt; a shortened chunk may have two."""
+    """Passages of the prompt; a large chunk may have two."""
+    wholes: tuple[Chunk, ...]
+    """The chunk of each passage, whole."""
     num_invalidated: int
     """Number of tokens of the previous prompt that are not in the shared prefix."""
     left_out: tuple[Chunk, ...] = ()
@@ -171,6 +173,7 @@ class PromptAssembler:
         return AssembledPrompt(
             Prompt(token_ids, num_shared, is_complete),
             included=tuple(each.part for each in fit),
+            wholes=tuple(each.whole for each in fit),
             num_invalidated=num_invalidated,
             left_out=tuple(chunk for chunk in chunks if chunk not in parts) if is_complete else (),
             shortened=tuple(chunk for chunk, last in parts.items() if last.rest),

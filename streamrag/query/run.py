@@ -196,7 +196,7 @@ class QueryRun:
     async def _follow(
         self, event: BackendEvent, chunks: AnswerChunks, refresher: ContextRefresher | None = None
     ) -> NewContext | None:
-        """Emit a prefill, or answer 0's tokens; add all answers' tokens to `chunks`. Raise BackendError for others.
+        """Emit a prefill, or answer 0's tokens; add all answers' tokens to `chunks`. Raise BackendError for any other.
         Return new context, if the refresher has some, with which the answer should go on."""
         if is_cancelled():  # the backend swallowed the CancelledError
             raise asyncio.CancelledError

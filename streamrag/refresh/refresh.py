@@ -269,25 +269,27 @@ class StrideRefresher:
         return chunks
 
     async def _with_new_passages(
-        self, complete: AssembledPrompt, text: str, chunks: Sequence[Chunk]
+        self, complete: AssembledPrompt, text: str, found: Sequence[Chunk]
     ) -> NewContext | str:
-        """Return the prompt with the first new ones of these chunks behind its passages, or why there is none.
+        """Return the prompt with the first new ones of the `found` chunks behind its passages, or why there is none.
 
         The token budget of the query holds for all passages together; what does not fit is left out.
         """
-        new = _new_passages((*complete.included, *complete.shortened), chunks)
+        new = _new_passages(complete.wholes, found)
         if not new:
             return "nothing new was found"
-        added = new[: self._refresh.max_passages]
-        chunks, is_cut_short = (*complete.included, *added), self._state.is_cut_short  # earlier chunks come first
+        chunks = (*complete.included, *new[: self._refresh.max_passages])  # earlier chunks come first
+        is_cut_short = self._state.is_cut_short
         assemble = partial(self._assembler.assemble, chunks, is_complete=True, is_cut_short=is_cut_short)
         step = await in_thread(self._tokenizer, assemble)
         if len(step.included) == len(complete.included):
             return f"the new passages do not fit into max_context_tokens={self._assembler.max_context_tokens}"
         assert step.included[: len(complete.included)] == complete.included
-        left_out = _new_passages(step.included, (*complete.left_out, *step.left_out))
+        wholes = (*complete.wholes, *step.wholes[len(complete.wholes) :])
+        left_out = _new_passages(wholes, (*complete.left_out, *step.left_out))
         num_shared = common_prefix_len(complete.prompt.token_ids, step.prompt.token_ids)
-        return NewContext(text, replace(step, left_out=left_out, shortened=complete.shortened), num_shared)
+        step = replace(step, wholes=wholes, left_out=left_out, shortened=complete.shortened)
+        return NewContext(text, step, num_shared)
 
     def _why_not_worth(self, new: NewContext) -> str | None:
         """Return why new context costs more than it may; None if it does not, or while speeds are unknown.

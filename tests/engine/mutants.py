@@ -596,7 +596,7 @@ MUTANTS = (
         0,
         "tests/backends/vllm/scheduler/test_intake.py::test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream",
     ),
-    Mutant("a chunk keeps more than there is", INTAKE, "if message.num_kept > num_old_tokens:", "if False:", 400),
+    Mutant("a chunk keeps more than there is", INTAKE, "message.num_kept > stream.num_all_tokens", "False", 400),
     Mutant("fields are not checked", WIRE, "FIELDS[name].validate_python(value)", "pass", 200),
     Mutant("what is no mapping is read as one", WIRE, "if not isinstance(fields, dict):", "if False:", 200),
     Mutant(

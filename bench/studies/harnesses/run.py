@@ -3,11 +3,11 @@
     python -m studies.harnesses.run --guidellm FOLDER/bin/guidellm --aiperf FOLDER/bin/aiperf [--json FILE]
 
 `vllm bench serve`, GuideLLM and AIPerf run unchanged, with the same load, against both servers in turns: an idle server
-takes no processor time, and runs close in time meet the same machine. Each round has other prompts, and the servers'
-turns in the other order. Every second round starts both anew, in the other order, after a server of vLLM that nobody asks: of
-three equal servers, the first to start computes the model a tenth slower than the others. So only a multiple of four
-rounds is fair. Both servers have the same arguments for the engine, and ours has a template that adds nothing, so that
-prompts are equal. The harnesses' own results are kept in `--keep`, and what is there is not repeated.
+takes no processor time, and runs close in time meet the same machine. Each round has other prompts, and the turns of
+the servers in the other order. Every second round starts both anew, in the other order, after a server of vLLM that
+nobody asks: of three equal servers, the first to start computes the model a tenth slower than the others. So only a
+multiple of four rounds is fair. Both servers have the same arguments for the engine, and ours has a template that adds
+nothing, so that prompts are equal. The harnesses' own results are kept in `--keep`, and what is there is not repeated.
 """
 
 import argparse

@@ -35,7 +35,7 @@ MAX_ROBOTS = 4  # robots.txt files that are parsed concurrently
 PACKAGES = ("crawl4ai", "hishel", "protego", "pypdf", "rensa", "tenacity", "trafilatura", "webencodings")
 SCRATCH = "crawl"
 
-CLEANER = "streamrag.sources.pages.page_cleaner:PageCleaner"
+CLEANER = "streamrag.sources.pages.page_worker:PageCleaner"
 CLEANER_OPTIONS = ["user_agent", "page_timeout_s", "max_page_cpu_s", "max_page_memory_bytes", "cdp_url", "cache_folder"]
 
 

@@ -50,7 +50,7 @@ class Intake:
         """Accept a plain request, the first chunk of a stream, a further chunk, or the end of its input.
 
         A chunk that was under way when its stream failed or was aborted is ignored. Any other problem fails only that
-        request or stream. Nothing is raised, because an exception here would end the engine.
+        request or stream, and is not raised: an exception here would end the engine.
         """
         try:
             message = decode(request.sampling_params.extra_args if request.sampling_params else None)
@@ -125,7 +125,7 @@ class Intake:
         stream.log.on_chunk(update.record, num_left=stream.num_computed_tokens)
 
     def _on_queued(self, request: StreamRequest, message: PromptMessage | None) -> None:
-        """Give a request with a complete prompt its draft, and count it; make a stream with nothing to compute idle."""
+        """Give a complete prompt its draft, and count its arrival; make a stream with nothing to compute idle."""
         if request.is_complete:
             request.draft = self._make_draft(request, message.draft if message is not None else ())
             if request.request_class != "draft":
@@ -142,7 +142,7 @@ class Intake:
         return AnswerDraft(tokens, max_depth, (is_searched and request.prompt_token_ids) or ())
 
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
-        """Fail a request before its acceptance, with a record and an error; a chunk of an open stream fails that."""
+        """Fail a request before its acceptance, with a record and an error; a chunk fails the request of its id."""
         existing = self.scheduler.requests.get(request.request_id)
         if request.resumable and existing is not None and not existing.is_finished():
             self._fail(existing, problem)
@@ -176,9 +176,8 @@ def _why_unfit(stream: StreamRequest, request: Request, message: PromptMessage) 
         return f"message {message.index} came instead of message {stream.num_messages}: one was lost, or came twice"
     if stream.is_complete:
         return f"chunk {message.index} came after the last one"
-    num_old_tokens = stream.num_all_tokens
-    if message.num_kept > num_old_tokens:
-        return f"chunk {message.index} keeps {message.num_kept} tokens of a prompt of {num_old_tokens}"
+    if message.num_kept > stream.num_all_tokens:
+        return f"chunk {message.index} keeps {message.num_kept} tokens of a prompt of {stream.num_all_tokens}"
     if _cache_key(request) != _cache_key(stream):
         return f"chunk {message.index} has another LoRA adapter, or another cache salt, than its stream"
     return None
@@ -212,9 +211,9 @@ def _why_wrong_chunk(request: Request, message: PromptMessage, scheduler: Schedu
         return "a chunk must be sent as one of vLLM's streamed inputs, so that more chunks can follow"
     if message.index == 0 and message.num_kept > 0:
         return f"the first chunk of a stream keeps {message.num_kept} tokens, but there is no previous prompt"
-    num_tokens, max_tokens = request.num_prompt_tokens + message.num_kept, scheduler.max_model_len
-    if num_tokens >= max_tokens:
-        return f"a prompt of {num_tokens} tokens does not fit the model's length of {max_tokens}"
+    num_tokens, most = request.num_prompt_tokens + message.num_kept, scheduler.max_model_len
+    if num_tokens >= most:
+        return f"a prompt of {num_tokens} tokens does not fit the model's length of {most}"
     if message.draft and max(message.draft) >= scheduler.vllm_config.model_config.get_vocab_size():
         return "a draft has a token that the model does not have"
     unsupported = {

@@ -31,7 +31,7 @@ class PlannedStep(NamedTuple):
 
 @dataclass(eq=False)
 class StepPlanner:
-    """A planner of steps. It moves and evicts no request: only caches and logs of requests change."""
+    """A planner of steps. It evicts nothing and starts nothing; only loaded requests change their queue."""
 
     scheduler: Scheduler
     options: EngineOptions

@@ -1,7 +1,7 @@
 """Put what `make demo` measured into the picture docs/timeline.svg, README.md, and the tables of two pages.
 
     make demo && cp .demo/results.json bench/studies/demo/results.json
-    python -m studies.demo.figures [--check]  # or `make -C bench demo-figures`
+    python -m studies.demo.publish_figures [--check]  # or `make -C bench demo-figures`
 
 The picture shows one recorded crawl, streaming above and not streaming below: of all pairs, the one with the median
 speedup. With `--check`, writes nothing, and exits with 1 if anything would change.
@@ -156,7 +156,7 @@ def main() -> int:
     stale = [path for path, text in texts.items() if path.read_text() != text]
     if sys.argv[1:] == ["--check"]:
         for path in stale:
-            print(f"{path.relative_to(ROOT)} has other figures: run `python -m studies.demo.figures`")
+            print(f"{path.relative_to(ROOT)} has other figures: run `python -m studies.demo.publish_figures`")
         return 1 if stale else 0
     for path in stale:
         path.write_text(texts[path])
