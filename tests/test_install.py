@@ -3,10 +3,15 @@
 import re
 import runpy
 import subprocess
+import sys
 import tomllib
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from streamrag.cli.doctor.machine import PARTS
 from streamrag.cli.program import ENTRY_POINTS, MEASURING_COMMANDS
@@ -104,6 +109,35 @@ def test_the_extra_for_indexes_has_all_that_building_one_needs() -> None:
 def test_reading_html_needs_the_extra_for_crawls() -> None:
     extra, *modules = NEEDED["html"]
     assert {*modules} <= {re.split(r"[^\w-]", line)[0] for line in EXTRAS[extra]}
+
+
+def needed_by(distribution: str) -> set[str]:
+    """The distribution and all that it needs without an extra, as far as it is installed."""
+    needed, todo = set[str](), [distribution]
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name in needed:
+            continue
+        needed.add(name)
+        with suppress(PackageNotFoundError):
+            requirements = map(Requirement, requires(name) or ())
+            todo += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return needed
+
+
+def test_every_public_name_is_there_without_any_extra() -> None:
+    needed = needed_by("streamrag")
+    others = [
+        module
+        for module, providers in packages_distributions().items()
+        if not needed & {canonicalize_name(provider) for provider in providers}
+    ]
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:]))\n"
+        "import streamrag; print(all(hasattr(streamrag, name) for name in streamrag.__all__))"
+    )
+    alone = subprocess.run([sys.executable, "-c", code, *others], capture_output=True, text=True, check=False)
+    assert alone.stdout == "True\n", alone.stderr
 
 
 def test_the_cpu_builds_are_of_one_release_of_torch() -> None:

@@ -4,10 +4,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.records import KvUse
+from streamrag.support.bounded_reading import as_dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +53,4 @@ class EngineStats:
 
     def kv_use(self) -> KvUse | None:
         """Return the use of KV memory as of the last step; None before any step has reported it."""
-        return None if self._kv_use is None else msgspec.convert(self._kv_use, KvUse)
+        return None if self._kv_use is None else as_dataclass(KvUse, self._kv_use)
