@@ -4,7 +4,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.records import KvUse
 from streamrag.support.bounded_reading import as_dataclass
