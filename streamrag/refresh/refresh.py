@@ -275,7 +275,7 @@ class StrideRefresher:
 
         The token budget of the query holds for all passages together; what does not fit is left out.
         """
-        new = _new_passages(complete.wholes, found)
+        new = _new_passages((*complete.wholes, *complete.included), found)
         if not new:
             return "nothing new was found"
         chunks = (*complete.included, *new[: self._refresh.max_passages])  # earlier chunks come first

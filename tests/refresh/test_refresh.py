@@ -337,8 +337,8 @@ async def test_known_or_too_large_passages_do_not_refresh_the_answer() -> None:
     async with Pipeline(same, HashingBackend()) as pipeline:
         events, answer = await ask(pipeline, often(max_retrievals=2))
     assert [event.reason for event in events if isinstance(event, RefreshSkipped)] == ["nothing new was found"] * 2
-    same = ScriptedSource([Append(Chunk("\n\n".join(f"Wort {number}" * 20 for number in range(11)), "long.md"))])
-    async with Pipeline(same, HashingBackend()) as pipeline:
+    long = Chunk("\n\n".join(f"Wort {number}" * 20 for number in range(11)), "long.md")
+    async with Pipeline(ScriptedSource([Append(long)]), HashingBackend()) as pipeline:
         events, answer = await ask(pipeline, often(max_retrievals=1), max_context_tokens=3_000)
     assert [chunk.uri for chunk in answer.citations] == ["long.md"] * 2, "more than a third of the budget"
     assert [event.reason for event in events if isinstance(event, RefreshSkipped)] == ["nothing new was found"]
