@@ -147,10 +147,7 @@ class RequestRecord:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RequestRecord":
         """Return the record that `as_dict` made `values` from, its chunks, preemptions and restores included."""
-        chunks = tuple(ChunkRecord(**chunk) for chunk in values["chunks"])
-        preemptions = tuple(PreemptionRecord(**preemption) for preemption in values["preemptions"])
-        restores = tuple(RestoreRecord(**restore) for restore in values.get("restores", ()))
-        return cls(**{**values, "chunks": chunks, "preemptions": preemptions, "restores": restores})
+        return as_dataclass(cls, dict(values))
 
 
 @dataclass(frozen=True, slots=True)

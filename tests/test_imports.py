@@ -46,7 +46,7 @@ CORE = [
 ]
 """What the first page promises: it imports nothing of the ring."""
 
-MAX_CORE_LINES = 16_703
+MAX_CORE_LINES = 16_698
 
 LATE = {("pipeline", "sessions"), ("pipeline", "open_questions")}
 """The only imports of the ring in the core: inside functions, for who asks for them."""
