@@ -4,7 +4,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from streamrag.backends.vllm.client import processes
 from streamrag.testing import make_tiny_llama
+from tests.backends.vllm.forked_engines import fork_engines, spawn_engines
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("streamrag", deadline=None, max_examples=40)
@@ -77,17 +77,17 @@ def one_process_has_the_engines(request: pytest.FixtureRequest, tmp_path_factory
 
 
 @pytest.fixture(autouse=True, scope="session")
-def engines_fork_their_workers() -> Iterator[None]:
+def engines_are_forked() -> Iterator[None]:
     """For engines that a test starts itself. Those of programs that it starts import vLLM in each process."""
-
-    def forking(model: str, engine_args: Mapping[str, Any]) -> Any:
-        executor = "tests.backends.vllm.forking_executor.ForkingExecutor"
-        return make_config(model, {"distributed_executor_backend": executor, **engine_args})
-
-    make_config = processes.make_config
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "make_config", forking)
+        fork_engines(patch)
         yield
+
+
+@pytest.fixture
+def engines_are_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoes `engines_are_forked`, for tests of how an engine starts for users."""
+    spawn_engines(monkeypatch)
 
 
 @pytest.fixture

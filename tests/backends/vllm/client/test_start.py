@@ -36,7 +36,10 @@ from streamrag.errors import (
 )
 
 # When a client fails while it is made, vLLM closes its sockets but not their context.
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
+    pytest.mark.usefixtures("engines_are_spawned"),
+]
 
 ENDLESS = SamplingParams(max_tokens=8000, ignore_eos=True)
 
@@ -163,7 +166,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def engine_processes() -> list[int]:
-    """Process ids of this process's engine: its first process and all below it."""
+    """Process ids of this process's engine: its first process and all below it. No server that engines are forked from."""
     psutil = importlib.import_module("psutil")  # vLLM needs it
 
     def is_engine(process: Any) -> bool:
@@ -171,7 +174,8 @@ def engine_processes() -> list[int]:
             command = " ".join(process.cmdline())
         except psutil.Error:
             return False
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in command
+        is_server = "resource_tracker" in command or "forkserver" in command
+        return process.status() != psutil.STATUS_ZOMBIE and not is_server
 
     return [child.pid for child in psutil.Process().children(recursive=True) if is_engine(child)]
 
