@@ -166,7 +166,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def engine_processes() -> list[int]:
-    """Process ids of this process's engine: its first process and all below it. No server that engines are forked from."""
+    """Process ids of this process's engine: its first process and all below it."""
     psutil = importlib.import_module("psutil")  # vLLM needs it
 
     def is_engine(process: Any) -> bool:
