@@ -28,7 +28,6 @@ from lane_engines import (
 from lane_schedules import run_schedule
 
 from streamrag.backends.lanes import DisaggregatedBackend
-from streamrag.backends.lanes import backend as lanes_module
 from streamrag.backends.lanes.kv_transfer import KvTransfer
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
@@ -178,21 +177,10 @@ async def test_a_query_that_is_cancelled_leaves_no_block_behind(
                     reached.set()
 
     reading = asyncio.create_task(read())
+    reading.add_done_callback(lambda _: reached.set())  # a prompt that is not computed in time has no Prefilled
     await reached.wait()
     reading.cancel()
     await asyncio.wait([reading])
-    await check_nothing_pinned(backend)
-
-
-async def test_kv_that_was_computed_too_long_ago_is_not_fetched(
-    backend: DisaggregatedBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = tokens("lease", 100)
-    monkeypatch.setattr(lanes_module, "MAX_KV_AGE_S", -1.0)
-    num_before = num_received_bytes(backend)
-    found, _ = await answer(backend, growing(prompt))
-    await check_exact(backend, prompt, found)
-    assert num_received_bytes(backend) == num_before
     await check_nothing_pinned(backend)
 
 

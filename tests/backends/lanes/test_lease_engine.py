@@ -63,6 +63,18 @@ async def test_kv_that_comes_in_time_is_used(backend: DisaggregatedBackend) -> N
     assert num_late_reads(decode) == 0
 
 
+async def test_kv_that_was_computed_too_long_ago_is_not_fetched(
+    backend: DisaggregatedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tokens("lease", 100)
+    monkeypatch.setattr(lanes_module, "MAX_KV_AGE_S", -1.0)
+    num_before = num_received_bytes(backend)
+    found, _ = await answer(backend, growing(prompt))
+    await check_exact(backend, prompt, found)
+    assert num_received_bytes(backend) == num_before
+    await check_nothing_pinned(backend)
+
+
 async def reuse_blocks(lane: VllmBackend) -> None:
     """Wait until all leases have ended, and fill the whole cache of a prefill lane with other KV."""
     await asyncio.sleep(LEASE_S + 1)
