@@ -38,7 +38,7 @@ transfers: list[KvTransfer] = []
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[None]:
-    folders = [str(Path(__file__).parents[1] / name) for name in ("ray", "lanes")]
+    folders = [str(Path(__file__).parents[1] / name) for name in ("ray", "lanes", "vllm")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -55,7 +55,7 @@ async def backend(
     model = str(
         make_tiny_llama(tmp_path_factory.mktemp("models") / "model", hidden_size=128, num_layers=4, num_heads=4)
     )
-    args = {"dtype": "float32"}
+    args = {"dtype": "float32", "distributed_executor_backend": "forking_executor.ForkingExecutor"}
     shared: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 1 << 26, "engine_args": args}
     app = partial(
         lane_engines,
