@@ -76,10 +76,10 @@ async def test_passages_and_the_answer_appear_as_they_arrive() -> None:
         passages = seen.page.locator(".passage")
         await expect(passages).to_have_count(1)
         await expect(seen.page.locator(".state")).to_have_text("Retrieving")
-        await expect(seen.page.locator(".bar")).to_have_count(1)
+        await expect(seen.page.locator(".bar")).to_have_count(2)  # the head's is the first
         more.set()
         await expect(passages).to_have_count(2)
-        await expect(seen.page.locator(".bar")).to_have_count(2)
+        await expect(seen.page.locator(".bar")).to_have_count(3)
         await expect(seen.page.locator(".lane.retrieval .tick")).to_have_count(2)
         await expect(passages.nth(1).locator("h4 a")).to_have_attribute("href", ROME.uri)
         await expect(passages.nth(1).locator("h4 a")).to_have_attribute("rel", "noopener noreferrer nofollow")
@@ -286,11 +286,11 @@ async def test_the_page_does_not_jump_when_updates_arrive(width: int) -> None:
         browsing(served.url, viewport={"width": width, "height": 900}) as seen,
     ):
         await seen.ask()
-        await expect(seen.page.locator(".bar")).to_have_count(1)
+        await expect(seen.page.locator(".bar")).to_have_count(2)  # of the head and the first passages
         spots = ".turn h2, .answer, .passages, .flow, .counts, .times, .lanes, #composer"
         where = f"[...document.querySelectorAll('{spots}')].map(e => [e.offsetLeft, e.offsetTop, e.offsetWidth])"
         before = await seen.page.evaluate(where)
-        for number, gate in enumerate(gates, 2):
+        for number, gate in enumerate(gates, 3):
             gate.set()
             await expect(seen.page.locator(".bar")).to_have_count(number)
         await seen.answered("It is Paris [1].")
