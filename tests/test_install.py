@@ -112,7 +112,7 @@ def test_reading_html_needs_the_extra_for_crawls() -> None:
 
 
 def needed_by(distribution: str) -> set[str]:
-    """The distribution and all that it needs without an extra, as far as it is installed."""
+    """Return the distribution and all that it needs without an extra, as far as it is installed."""
     needed, todo = set[str](), [distribution]
     while todo:
         name = canonicalize_name(todo.pop())

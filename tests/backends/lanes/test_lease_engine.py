@@ -1,4 +1,4 @@
-"""A decode lane that is stopped while the lease of KV ends, on real CPU engines with a short lease."""
+"""KV that is too old, or whose lease ends while the decode lane is stopped, on real CPU engines with a short lease."""
 
 import asyncio
 import importlib

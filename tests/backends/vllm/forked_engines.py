@@ -43,7 +43,7 @@ def make_forking_config(model: str, engine_args: Mapping[str, Any]) -> Any:
 
 
 def start(process: Any) -> Any:
-    """Start a process of multiprocessing's."""
+    """Start a process, as `SpawnProcess._Popen` does, but fork it if it is an engine's."""
     if not process.name.startswith("EngineCore"):
         return SpawnedPopen(process)
     process._target = InThisPlace(process._target)
@@ -71,5 +71,6 @@ class InThisPlace:
 
 
 def end_after(parent: BaseProcess) -> None:
+    """End this process after the one that asked for it. `watch_parent` would watch the server, which forked it."""
     parent.join()
     os._exit(1)
