@@ -315,6 +315,19 @@ async def test_pages_that_are_damaged_are_noticed(tmp_path: Path) -> None:
         await opened(path).start()
 
 
+async def test_a_damaged_log_is_not_compacted(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    await make_log(path)
+    with database(path) as connection:  # leaves free pages
+        connection.executescript("CREATE TABLE t (v); INSERT INTO t VALUES (zeroblob(20000)); DROP TABLE t")
+    damaged = bytearray(path.read_bytes())
+    damaged[8192:8256] = bytes(64)
+    path.write_bytes(damaged)
+    with pytest.raises(SessionLogError, match="is damaged"):
+        await opened(path).start()
+    assert path.read_bytes() == damaged
+
+
 @pytest.mark.parametrize("suffix", ["-wal", "-shm", "-journal", "-lock"])
 async def test_a_link_that_is_planted_beside_a_log_is_not_followed(suffix: str, tmp_path: Path) -> None:
     path, mine = tmp_path / "log", tmp_path / "mine"

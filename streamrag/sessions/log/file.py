@@ -85,7 +85,8 @@ class LogFile:
                 self._connection = self._connect()
                 self._contents = read_contents(self._connection)
         except BaseException:
-            self.close()
+            self._disconnect()  # without compaction, which would change a damaged database
+            self._lock.release()
             raise
         return self._contents
 

@@ -3,7 +3,7 @@
 The start of an engine then takes two thirds of its time. Only for tests: the worker's threads are not bound to cores.
 """
 
-import importlib
+import importlib.util
 import os
 from typing import Any
 
@@ -15,7 +15,7 @@ NIXL_POLL_US = 1_000
 class ForkingExecutor(MultiprocExecutor):
     def _init_executor(self) -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        if self.vllm_config.kv_transfer_config:
+        if importlib.util.find_spec("nixl"):
             let_nixl_sleep()
         super()._init_executor()
 
