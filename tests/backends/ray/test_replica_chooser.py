@@ -16,7 +16,6 @@ pytest.importorskip("ray")
 from ray.serve.config import AutoscalingContext
 from ray.serve.request_router import RequestRouter
 
-from streamrag.backends.ray import request_router
 from streamrag.backends.ray.options import QUEUED_TOKENS, QueuedTokensPolicy, ReplicaOptions
 from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.replicas.replica import EngineReplica
@@ -104,7 +103,8 @@ async def test_stats_are_as_old_as_they_are_when_a_query_comes_and_not_as_new_as
 ) -> None:
     """Nobody asked anything for a while."""
     now_s = 10.0
-    monkeypatch.setattr(request_router, "monotonic", lambda: now_s)
+    # Not of the module: once Ray has unpickled the class here, its functions have copies of the module's names.
+    monkeypatch.setitem(StreamRouter.update_replicas.__globals__, "monotonic", lambda: now_s)
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
     router, seeing = router_of(StreamRouter), Seeing()
     chooser = ReplicaChooser(seeing, clock=lambda: now_s)
