@@ -14,11 +14,15 @@ from lane_kills import NUM_EACH, Kill, kills, lane_to_kill, num_lanes, run_kill,
 
 from streamrag.backends.lanes import DisaggregatedBackend
 from streamrag.backends.lanes import backend as lanes_module
+from streamrag.backends.vllm.client import lane_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), needs_nixl]
 
 MAX_FETCH_S = 8.0
 """Longer than vLLM waits for a handshake, 5 s."""
+
+LEASE_S = 12
+"""Instead of 30 s, because tests wait for its end."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -26,6 +30,8 @@ async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Dis
     folder = tmp_path_factory.mktemp("models") / "model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lanes_module, "MAX_FETCH_S", MAX_FETCH_S)
+        patch.setattr(lane_engine, "LEASE_S", LEASE_S)
+        patch.setattr(lanes_module, "MAX_KV_AGE_S", LEASE_S / 2)
         async with started_lanes(folder, lambda transfer: None, num_each=NUM_EACH) as lanes:
             yield lanes
 
