@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,8 +154,6 @@ def test_a_build_that_was_killed_goes_on_where_it_was(dsn: str, tmp_path: Path) 
         time.sleep(0.01)
     assert len(contents(dsn)) == 256
     (tmp_path / "never").touch()
-    while execute(dsn, "SELECT FROM pg_locks WHERE locktype = 'advisory'"):  # the server has not noticed yet
-        assert time.monotonic() < end_s
     summary = build(documents, dsn)
     assert (summary.num_passages, summary.num_embedded) == (300, 44)
     assert len(contents(dsn)) == 300
@@ -177,6 +176,15 @@ def test_two_builds_of_a_table_do_not_run_at_once(dsn: str, documents: Path) -> 
             with pytest.raises(VectorIndexError, match=f"another build fills table {table}"):
                 build(documents, dsn, table=table)
         assert build(documents, dsn, table="others").num_embedded == 20
+
+
+def test_a_build_waits_for_the_lock_of_one_that_has_just_ended(dsn: str, documents: Path) -> None:
+    with psycopg.connect(dsn) as other:
+        other.execute("SELECT pg_advisory_lock(%s, hashtext('public.passages'))", [LOCK_SPACE])
+        ending = threading.Timer(0.3, other.execute, ["SELECT pg_advisory_unlock_all()"])
+        ending.start()
+        assert build(documents, dsn).num_embedded == 20
+        ending.join()
 
 
 def test_names_and_texts_may_be_anything(dsn: str, documents: Path) -> None:

@@ -1,5 +1,6 @@
 """Create a table, compare it with a folder's documents, write the differences, and index it."""
 
+import asyncio
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ MAX_INDEXED_DIMENSIONS = 2_000  # pgvector's limit for indexed vectors
 MAX_PLAIN_DIMENSIONS = 1_000
 """Vectors of up to 4 KB are stored in the row, so that exact search reads one page for each instead of two."""
 LOCK_SPACE = 0x5247  # first key of our advisory locks; the second one identifies the table
+LOCK_ATTEMPTS, LOCK_PAUSE_S = 20, 0.1  # the server keeps the lock of a build that ended until it notices
 _TABLE = """
     CREATE TABLE {name} (
         uri text NOT NULL,
@@ -64,11 +66,14 @@ class TableWriter:
         self.num_embedded = self.num_removed = self.dimension = 0
 
     async def lock(self) -> None:
-        """Lock the table until the connection closes; raise VectorIndexError if another build has locked it."""
+        """Lock the table until the connection closes; raise VectorIndexError if another build keeps it locked."""
         schema = self._parts[0] if len(self._parts) > 1 else None
-        ((is_ours,),) = await fetch(self._connection, _LOCK, LOCK_SPACE, schema, self._quoted, self._parts[-1])
-        if not is_ours:
-            raise VectorIndexError(f"{self._address}: another build fills table {'.'.join(self._parts)}: wait for it")
+        for _ in range(LOCK_ATTEMPTS):
+            ((is_ours,),) = await fetch(self._connection, _LOCK, LOCK_SPACE, schema, self._quoted, self._parts[-1])
+            if is_ours:
+                return
+            await asyncio.sleep(LOCK_PAUSE_S)
+        raise VectorIndexError(f"{self._address}: another build fills table {'.'.join(self._parts)}: wait for it")
 
     async def make_table(self, embedder: EmbedderIdentity, words: str) -> None:
         """Create pgvector's extension and the table with a record of its embedder, or check an existing table.
