@@ -16,7 +16,7 @@ serve: .venv/installed ## ask streamrag's own documentation in the browser, at h
 	$(RUN) -m streamrag serve --demo
 
 test: .venv/installed check ## types, style and all tests but the long ones
-	$(RUN) -m pytest -n 2 --max-worker-restart 0 -m "not long"
+	$(RUN) -m pytest -n 3 --max-worker-restart 0 -m "not long"
 
 test-long: .venv/installed .venv-voice/installed ## tests that take minutes: the whole demo, and, in .venv-voice, the adapters for LiveKit Agents and Pipecat
 	$(RUN) -m pytest -m long

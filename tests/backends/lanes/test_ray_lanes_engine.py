@@ -43,6 +43,7 @@ def environment() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_raylet_start_wait_time_s", "120")
+        patch.setenv("RAY_worker_niceness", "0")  # else other tests on a busy machine starve the replicas
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
         patch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")  # as in `real_engine`
         yield

@@ -85,6 +85,7 @@ def environment(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("STREAMRAG_TEST_FOLDER", str(tmp_path_factory.mktemp("ray")))
         patch.setenv("RAY_raylet_start_wait_time_s", "120")
+        patch.setenv("RAY_worker_niceness", "0")  # else other tests on a busy machine starve the replicas
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         patch.setenv("STREAMRAG_TEST_RAY", str(os.getpid()))
         start = serve.start  # the application is asked over HTTP
