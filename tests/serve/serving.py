@@ -21,6 +21,7 @@ PARIS = Chunk("Paris is the capital of France.", "https://geo.example/france", "
 ROME = Chunk("Rome is the capital of Italy.", "https://geo.example/italy", "Italy")
 
 CHUNKS: tuple[SourceEvent, ...] = (Append(PARIS), Append(ROME))
+PATIENCE_S = 120.0
 
 
 def limits_of(**values: Any) -> Limits:
@@ -88,7 +89,13 @@ async def serving(
     observers: Sequence[Observer] = (),
     **options: Any,
 ) -> AsyncIterator[Serving]:
-    """A service that retrieves `steps` and answers with `backend`, listening on a free port of loopback."""
+    """A service that retrieves `steps` and answers with `backend`, listening on a free port of loopback.
+
+    Unless a test limits `head_s`, a connection may say nothing for as long as a busy machine takes.
+    """
+    limits = limits or Limits()
+    if "head_s" not in vars(limits):
+        limits = limits.model_copy(update={"head_s": PATIENCE_S})
     source = ScriptedSource(steps)
     backend = ScriptedBackend(answer="It is Paris [1].") if backend is None else backend
     watcher = Watcher()
