@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -45,6 +46,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 EMBEDDER = "toy_embedder:embed"
 NUM_ROWS = 1_500
 COLUMNS = "uri passage title text embedding"
+NUM_CONNECTIONS = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'streamrag'"
 CHANCE = random.Random(0)
 TEXTS = [" ".join(f"w{CHANCE.randrange(1000)}" for _ in range(12)) for _ in range(NUM_ROWS)]
 QUERIES = [" ".join(f"w{(13 * number + 7 * place) % 997}" for place in range(8)) for number in range(12)]
@@ -70,12 +72,22 @@ def make_table(dsn: str, name: str, texts: Sequence[str] = TEXTS, *, index: str 
 
 
 @pytest.fixture(scope="module")
-def dsn() -> Iterator[str]:
+def server() -> Iterator[str]:
     """A server with a table `passages` that nobody changes, and a view `slow` of it that takes for ever."""
     with postgres_server() as dsn:
         make_table(dsn, "passages")
         execute(dsn, "CREATE VIEW slow AS SELECT passages.* FROM passages, (SELECT pg_sleep(1000)) AS s")
         yield dsn
+
+
+@pytest.fixture
+def dsn(server: str) -> str:
+    """The server, once it has noticed that the test before has closed its connections."""
+    end_s = time.monotonic() + 20
+    while execute(server, NUM_CONNECTIONS) != [(0,)]:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    return server
 
 
 class InThisProcess(EmbedderPool):
@@ -217,8 +229,7 @@ async def test_many_queries_at_once_get_their_own_answers(dsn: str) -> None:
         alone = [(await updates(source, query))[-1] for query in QUERIES]
         together = await asyncio.gather(*(updates(source, query) for query in QUERIES))
         assert [found[-1] for found in together] == alone
-        num_connections = execute(dsn, "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'streamrag'")
-        assert num_connections == [(2,)]
+        assert execute(dsn, NUM_CONNECTIONS) == [(2,)]
 
 
 async def test_a_pipeline_cites_the_passages_that_a_postgres_source_found(dsn: str) -> None:
@@ -823,8 +834,7 @@ async def test_cancelling_the_start_leaves_no_worker_and_no_connection(dsn: str)
         with suppress(asyncio.CancelledError):
             await task
         await source.aclose()
-    count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'streamrag'"
-    await until(lambda: execute(dsn, count) == [(0,)] and before.issuperset(psutil.Process().children()))
+    await until(lambda: execute(dsn, NUM_CONNECTIONS) == [(0,)] and before.issuperset(psutil.Process().children()))
 
 
 async def test_a_start_that_is_cancelled_as_it_has_seen_the_table_leaves_no_connection(
@@ -842,8 +852,7 @@ async def test_a_start_that_is_cancelled_as_it_has_seen_the_table_leaves_no_conn
     monkeypatch.setattr(Search, "estimate", estimate_and_cancel)
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(PgVectorSource(dsn, embedder=EMBEDDER).start(lambda line: None))
-    count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'streamrag'"
-    await until(lambda: execute(dsn, count) == [(0,)])
+    await until(lambda: execute(dsn, NUM_CONNECTIONS) == [(0,)])
 
 
 def test_the_name_of_a_table_in_messages_has_its_schema() -> None:
