@@ -1,0 +1,151 @@
+"""How much longer do whole answers of our server take than those of vLLM's own, to half a percent?
+
+    python -m studies.harnesses.turns [--answers N] [--turns N] [--same] [--json FILE]
+
+A harness asks one server for a minute, and the machine changes meanwhile: its rounds differ by several percent. Here
+the servers take turns of a few seconds. In each, one of them answers `--answers` prompts at once. All servers are
+started twice, in both orders, after one of vLLM that nobody asks, because a server that starts later is a little
+faster. `--same` compares two servers of vLLM, whose ratio should be 1.
+"""
+
+import argparse
+import asyncio
+import importlib
+import math
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean, mean, stdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from streamrag.testing import make_demo_model
+from studies.harnesses.run import NAME, NUM_OUTPUT, SERVERS, UNASKED, server_command
+from studies.results_file import write_results
+from studies.servers import start_server
+
+NUM_NUMBERS = 90  # 270 tokens
+WARM_UP = 2
+
+psutil: Any = importlib.import_module("psutil")
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One load on one server, with CPU seconds of its processes."""
+
+    starts: str
+    """Which of the two servers started first."""
+    turn: int
+    server: str
+    all_answers_s: float
+    server_cpu_s: float
+    engine_cpu_s: float
+    worker_cpu_s: float
+
+
+def cpu_by_process(server: Any) -> list[float]:
+    """Return the CPU seconds so far of the process that listens, of the engine's, and of all others below them."""
+    seconds = [0.0, 0.0, 0.0]
+    for process in [server, *server.children(recursive=True)]:
+        times = process.cpu_times()
+        part = 0 if process == server else 1 if "EngineC" in process.name() else 2
+        seconds[part] += times.user + times.system
+    return seconds
+
+
+async def ask(client: httpx.AsyncClient, url: str, prompt: str) -> None:
+    """Read a whole streamed answer of `NUM_OUTPUT` tokens."""
+    body = {"model": NAME, "messages": [{"role": "user", "content": prompt}], "max_tokens": NUM_OUTPUT}
+    more = {"temperature": 0, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", f"{url}/v1/chat/completions", json=body | more) as response:
+        response.raise_for_status()
+        parts = [part async for part in response.aiter_raw()]
+    assert b"[DONE]" in parts[-1]
+
+
+async def take_turns(urls: dict[str, str], processes: dict[str, Any], num_answers: int, num_turns: int) -> list[Turn]:
+    """Ask both servers in turns, for the same number of new prompts. The first turns are not measured."""
+    rng, measured, starts = random.Random(num_turns), list[Turn](), next(iter(urls))
+    async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
+        for number in range(-WARM_UP, num_turns):
+            for server in list(urls)[:: 1 if number % 2 else -1]:
+                prompts = [
+                    " ".join(str(rng.randrange(10, 100)) for _ in range(NUM_NUMBERS)) for _ in range(num_answers)
+                ]
+                cpu_s, began_s = cpu_by_process(processes[server]), time.monotonic()
+                await asyncio.gather(*(ask(client, urls[server], prompt) for prompt in prompts))
+                took_s = time.monotonic() - began_s
+                await asyncio.sleep(0.1)
+                used = [now - before for now, before in zip(cpu_by_process(processes[server]), cpu_s, strict=True)]
+                measured.append(Turn(starts, number, server, took_s, *used))
+    return [turn for turn in measured if turn.turn >= 0]
+
+
+def measure(model: Path, pair: Sequence[str], num_answers: int, num_turns: int) -> list[Turn]:
+    """Start both servers in one order, and then in the other, and have them take turns."""
+    turns = []
+    for names in (pair, pair[::-1]):
+        with ExitStack() as stack, TemporaryDirectory() as logs:
+            urls, processes = {}, {}
+            for name in (UNASKED, *names):
+                before = set(psutil.Process().children())
+                command = partial(server_command, name.removeprefix("second "), model)
+                urls[name] = stack.enter_context(start_server(command, Path(logs, name)))
+                (processes[name],) = set(psutil.Process().children()) - before
+            del urls[UNASKED]
+            turns += asyncio.run(take_turns(urls, processes, num_answers, num_turns))
+    return turns
+
+
+def show(turns: Sequence[Turn], pair: Sequence[str]) -> None:
+    """Print the ratio of the first to the second server by order of start, with standard errors, and the mean."""
+    table = Table(
+        "starts first", "all answers", "server's CPU", "engine's CPU", "workers' CPU", box=None, pad_edge=False
+    )
+    fields = ("all_answers_s", "server_cpu_s", "engine_cpu_s", "worker_cpu_s")
+    ratios_of = {}
+    for starts in dict.fromkeys(turn.starts for turn in turns):
+        ours, theirs = ([t for t in turns if (t.starts, t.server) == (starts, name)] for name in pair)
+        logs = [math.log(a.all_answers_s / b.all_answers_s) for a, b in zip(ours, theirs, strict=True)]
+        ratios_of[starts] = [sum(getattr(t, f) for t in ours) / sum(getattr(t, f) for t in theirs) for f in fields]
+        ratios_of[starts][0] = math.exp(mean(logs))
+        error = stdev(logs) / math.sqrt(len(logs))
+        first, *others = (f"{ratio:.3f}" for ratio in ratios_of[starts])
+        table.add_row(starts, f"{first} ± {error:.3f}", *others)
+    table.add_row("both", *(f"{geometric_mean(column):.3f}" for column in zip(*ratios_of.values(), strict=True)))
+    console.print(f"{pair[0]} to {pair[1]}", table, sep="\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=1, help="prompts at once")
+    parser.add_argument("--turns", type=int, default=20, help="turns of each server after each start")
+    parser.add_argument("--same", action="store_true", help="compare vLLM's server with another one of vLLM's")
+    parser.add_argument("--model", type=Path, help="a folder; by default the demo's model is made")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers are stopped too
+    pair = ("second vllm", "vllm") if arguments.same else SERVERS
+    with TemporaryDirectory() as folder:
+        model = (arguments.model or make_demo_model(Path(folder, "model"))).absolute()
+        turns = measure(model, pair, arguments.answers, arguments.turns)
+    show(turns, pair)
+    if arguments.json:
+        write_results(arguments.json, turns, num_answers=arguments.answers)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
