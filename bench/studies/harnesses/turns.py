@@ -1,4 +1,4 @@
-"""How much longer do whole answers of our server take than those of vLLM's own, to half a percent?
+"""How much longer do whole answers of our server take than those of vLLM's own, to a percent?
 
     python -m studies.harnesses.turns [--answers N] [--turns N] [--same] [--json FILE]
 
@@ -10,7 +10,6 @@ faster. `--same` compares two servers of vLLM, whose ratio should be 1.
 
 import argparse
 import asyncio
-import importlib
 import math
 import random
 import signal
@@ -23,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, mean, stdev
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import httpx
+import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +36,6 @@ from studies.servers import start_server
 NUM_NUMBERS = 90  # 270 tokens
 WARM_UP = 2
 
-psutil: Any = importlib.import_module("psutil")
 console = Console(highlight=False)
 
 
@@ -55,7 +53,7 @@ class Turn:
     worker_cpu_s: float
 
 
-def cpu_by_process(server: Any) -> list[float]:
+def cpu_by_process(server: psutil.Process) -> list[float]:
     """Return the CPU seconds so far of the process that listens, of the engine's, and of all others below them."""
     seconds = [0.0, 0.0, 0.0]
     for process in [server, *server.children(recursive=True)]:
@@ -75,7 +73,9 @@ async def ask(client: httpx.AsyncClient, url: str, prompt: str) -> None:
     assert b"[DONE]" in parts[-1]
 
 
-async def take_turns(urls: dict[str, str], processes: dict[str, Any], num_answers: int, num_turns: int) -> list[Turn]:
+async def take_turns(
+    urls: dict[str, str], processes: dict[str, psutil.Process], num_answers: int, num_turns: int
+) -> list[Turn]:
     """Ask both servers in turns, for the same number of new prompts. The first turns are not measured."""
     rng, measured, starts = random.Random(num_turns), list[Turn](), next(iter(urls))
     async with httpx.AsyncClient(timeout=120, trust_env=False) as client:

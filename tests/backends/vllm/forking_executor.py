@@ -15,7 +15,7 @@ NIXL_POLL_US = 1_000
 class ForkingExecutor(MultiprocExecutor):
     def _init_executor(self) -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        if importlib.util.find_spec("nixl"):
+        if self.vllm_config.kv_transfer_config and importlib.util.find_spec("nixl"):
             let_nixl_sleep()
         super()._init_executor()
 
