@@ -633,8 +633,8 @@ async def test_steps_of_event_loops_that_have_ended_are_forgotten(hermes: Path) 
     assert not list(node.steps)
 
 
-@pytest.mark.parametrize("is_bound", [True, False], ids=["the node is bound", "only the tools are bound"])
-async def test_a_generator_in_a_thread_ends_when_the_agent_is_stopped(hermes: Path, is_bound: bool) -> None:
+@pytest.mark.parametrize("while_", ["the model writes", "the node runs", "a node that starts it runs"])
+async def test_a_generator_in_a_thread_ends_when_the_agent_is_stopped(hermes: Path, while_: str) -> None:
     is_stopped, is_closed, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
     is_started = asyncio.Event()
 
@@ -650,10 +650,14 @@ async def test_a_generator_in_a_thread_ends_when_the_agent_is_stopped(hermes: Pa
             loop.call_soon_threadsafe(is_closed.set)
 
     lines = list[str]()
-    node = StreamragToolNode([read_log])
-    bound = node if is_bound else list(node.tools_by_name.values())
-    answering = asyncio.create_task(run(node, AgentBackend(hermes, call("read_log", log="x"), "So."), bound))
+    node, backend = StreamragToolNode([read_log]), AgentBackend(hermes, call("read_log", log="x"), "So.")
+    bound = list(node.tools_by_name.values()) if while_ == "a node that starts it runs" else node
+    if while_ == "the model writes":
+        backend.may_end.clear()
+    answering = asyncio.create_task(run(node, backend, bound))
     await is_started.wait()
+    if while_ == "the node runs":
+        await backend.prompt_with("a line")
     answering.cancel()
     with pytest.raises(asyncio.CancelledError):
         await answering
