@@ -44,7 +44,7 @@ async def fetching(
             raise socket.gaierror("Name or service not known")
         return resolved[host]
 
-    defaults = {"page_timeout_s": 10, "connect_timeout_s": 5, "max_body_bytes": 4 << 20, "allow_private": True}
+    defaults = {"page_timeout_s": 100, "connect_timeout_s": 50, "max_body_bytes": 4 << 20, "allow_private": True}
     fetcher = Fetcher(
         **{**defaults, **limits},  # type: ignore[arg-type]
         user_agent="streamrag/test",
@@ -222,8 +222,8 @@ async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(site
     site.add("/a", "a", headers={"Connection": "close"})
     url = site.url("/a", host="rebinding.example")
     limits: dict[str, Any] = {
-        "page_timeout_s": 5,
-        "connect_timeout_s": 5,
+        "page_timeout_s": 50,
+        "connect_timeout_s": 50,
         "max_body_bytes": 1000,
         "allow_private": False,
     }

@@ -34,7 +34,7 @@ async def cleaner(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
 
 @asynccontextmanager
 async def cleaning(scratch: str, home: Path, **limits: Any) -> AsyncIterator[WorkerPool]:
-    options = {"user_agent": "test", "page_timeout_s": 10, "cdp_url": None}
+    options = {"user_agent": "test", "page_timeout_s": 100, "cdp_url": None}
     options |= {"max_page_cpu_s": MAX_CPU_S, "max_page_memory_bytes": 512 << 20, **limits}
     env = {"CRAWL4_AI_BASE_DIRECTORY": scratch, "HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     pool = WorkerPool("streamrag.sources.pages.page_worker:PageCleaner", options, size=1, name="cleaner", env=env)

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 AGENT = "streamrag/0.1.0"
 CONTEXT = ssl.create_default_context()
 LIMITS: dict[str, Any] = {
-    "page_timeout_s": 5.0,
-    "connect_timeout_s": 2.0,
+    "page_timeout_s": 50.0,
+    "connect_timeout_s": 20.0,
     "max_body_bytes": 4 << 20,
     "allow_private": True,
 }

@@ -273,7 +273,7 @@ async def test_pages_that_cannot_be_used_are_skipped_with_the_reason(site: Websi
     site.add("/broken", text("King"), fault="breaks off")
     site.add("/textless", "<script>x</script>")
     site.add("/gone", fault="breaks off at once")
-    events = await crawl(new(page_timeout_s=1, max_body_bytes=10_000))
+    events = await crawl(new(page_timeout_s=5, max_body_bytes=10_000))
     assert paths(events) == ["/"]
     found = reasons(events)
     assert found.pop("/gone").startswith(f"{site.url('/gone')} cannot be reached: ")
@@ -282,7 +282,7 @@ async def test_pages_that_cannot_be_used_are_skipped_with_the_reason(site: Websi
         "/missing": "the server answers HTTP 404",
         "/zip": "it is application/zip, not a web page",
         "/empty": "it is empty",
-        "/endless": "it did not end within 1 s",
+        "/endless": "it did not end within 5 s",
         "/large": "it is larger than max_body_bytes=10000",
         "/textless": "it has no text",
     }
@@ -295,10 +295,10 @@ async def test_at_the_crawls_deadline_what_has_arrived_is_used(site: Website, ne
     site.add("/", text("Emperor", "/a", "/slow"))
     site.add("/a", text("King"))
     site.add_gate("/slow")
-    events = await crawl(new(crawl_timeout_s=1.5))
+    events = await crawl(new(crawl_timeout_s=5))
     assert paths(events) == ["/", "/a"]
-    assert reasons(events) == {"/slow": "not finished within crawl_timeout_s=1.5"}
-    assert cut_short(events) == ["crawl_timeout_s=1.5 ended before all pages were finished"]
+    assert reasons(events) == {"/slow": "not finished within crawl_timeout_s=5"}
+    assert cut_short(events) == ["crawl_timeout_s=5 ended before all pages were finished"]
     assert isinstance(events[-1], CutShort)
 
 
@@ -320,9 +320,9 @@ async def test_pages_that_are_finished_at_the_deadline_are_used_however_late_the
 async def test_a_page_that_takes_too_long_to_read_is_skipped(site: Website, new: NewSource) -> None:
     site.add("/", text("Emperor", "/many"))
     site.add("/many", SLOW)
-    events = await crawl(new(page_timeout_s=0.7))
+    events = await crawl(new(page_timeout_s=2))
     assert paths(events) == ["/"]
-    assert reasons(events) == {"/many": "reading it takes longer than 0.7 s"}
+    assert reasons(events) == {"/many": "reading it takes longer than 2 s"}
     assert cut_short(events) == ["1 page exceeded the time or memory of a page"]
 
 
@@ -343,9 +343,9 @@ async def test_a_host_of_which_two_pages_take_too_long_is_given_up(site: Website
         site.add(f"/{i}", fault="silent")
     site.add("/other", text("King", site.url("/5"), "/fine"))
     site.add("/fine", text("Adelie"))
-    events = await crawl(new(num_fetches=1, page_timeout_s=0.5, same_host=False))
+    events = await crawl(new(num_fetches=1, page_timeout_s=3, same_host=False))
     assert paths(events) == ["/", "/other", "/fine"]
-    slow = "it did not end within 0.5 s"
+    slow = "it did not end within 3 s"
     assert reasons(events) == {
         "/1": slow,
         "/2": slow,

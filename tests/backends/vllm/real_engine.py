@@ -17,7 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import TokenStream, TokenStreams, record_of
-from streamrag.core import AnswerChunk, Prompt, SamplingParams
+from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
 from streamrag.records import RequestRecord
 
 NUM_ANSWER_TOKENS = 16
@@ -65,18 +65,21 @@ class Load:
     answers: dict[int, Answer] = field(default_factory=dict)
     records: list[RequestRecord] = field(default_factory=list)
 
-    async def run(self, num_streams: int, within_s: float) -> None:
-        """They come within so many seconds."""
-        await asyncio.gather(*(self._one(i, within_s) for i in range(num_streams)))
+    async def run(self, num_streams: int, at_once: int) -> None:
+        """Open all streams, at most so many at once: a slow machine, too, computes what is changed then."""
+        places = asyncio.Semaphore(at_once)
+        await asyncio.gather(*(self._one(i, places) for i in range(num_streams)))
 
-    async def _one(self, number: int, within_s: float) -> None:
+    async def _one(self, number: int, places: asyncio.Semaphore) -> None:
         rng = random.Random(number)
         shared = random.Random(number % 5)
         prompt = tokens(shared, 70) + tokens(rng, rng.randrange(20, 500))
-        await asyncio.sleep(rng.uniform(0, within_s))
-        async with self.streams.open(Prompt(tuple(prompt)), GREEDY) as stream:
+        async with places, self.streams.open(Prompt(tuple(prompt)), GREEDY) as stream:
             for _ in range(rng.randrange(1, 5)):
-                await asyncio.sleep(rng.choice([0.0, 0.01, 0.03, 1.0]))
+                if (pause_s := rng.choice([0.0, 0.02, None, None])) is None:
+                    assert isinstance(await anext(stream), Prefilled)
+                else:
+                    await asyncio.sleep(pause_s)
                 prompt = await self._push(number, rng, stream, prompt)
             end = tokens(rng, rng.choice([0, 1, 20]))
             await stream.finish(end)
@@ -152,7 +155,7 @@ async def prompt_logprob_differences(engine: AsyncLLM, load: Load, num: int) -> 
         await asyncio.sleep(number / 50)  # soon: together they need more memory than there is
         return await prompt_logprobs(engine, f"beside-{number}", prompts[number])
 
-    *beside, _ = await asyncio.gather(*map(later, range(num)), load.run(num, within_s=0.5))
+    *beside, _ = await asyncio.gather(*map(later, range(num)), load.run(num, at_once=num))
     alone = [await prompt_logprobs(engine, f"alone-{i}", prompt) for i, prompt in enumerate(prompts)]
     largest = max(
         abs(a - b)

@@ -41,8 +41,8 @@ from streamrag.errors import BackendError
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 PATIENCE_S = 60
-NUM_STREAMS = 64
-STREAMS_PER_S = 6  # more than the engine serves: they take each other's memory
+NUM_STREAMS = 96
+AT_ONCE = 24  # more than memory holds: they take each other's
 NUM_HOST_BLOCKS = 60  # fewer than the evicted would fill
 
 
@@ -53,6 +53,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
         async with running_engine(
             make_model(tmp_path_factory.mktemp("model")),
             patch,
+            max_num_seqs=8,  # together they need more memory than there is
             kv_transfer_config=kv_transfer_config(),
             worker_extension_cls="swapping.CopyFaults",
             additional_config={"streamrag": {"eviction": "swap", "num_host_blocks": NUM_HOST_BLOCKS}},
@@ -164,16 +165,14 @@ async def faults(engine: AsyncLLM, **of_copies: int) -> AsyncIterator[None]:
     await engine.collective_rpc("set_copy_faults")
 
 
-async def run_load(
-    engine: AsyncLLM, num_streams: int = NUM_STREAMS, within_s: float = NUM_STREAMS / STREAMS_PER_S
-) -> tuple[Load, list[float]]:
+async def run_load(engine: AsyncLLM) -> tuple[Load, list[float]]:
     assert await engine.reset_prefix_cache()  # host memory with it
     load = Load(TokenStreams(engine))
-    await load.run(num_streams, within_s)
+    await load.run(NUM_STREAMS, AT_ONCE)
     largest = await differences(engine, load)
     counts = {name: load.count(name) for name in ("preemptions", "num_loaded", "num_recomputed", "num_invalidated")}
     print(f"largest difference {max(largest):.2e}, {counts}")
-    assert len(largest) == num_streams
+    assert len(largest) == NUM_STREAMS
     await check_rests(engine)
     return load, largest
 
@@ -184,7 +183,7 @@ async def test_swapped_streams_answer_as_fresh_requests_do(engine: AsyncLLM) -> 
     assert all(len(answer) == NUM_ANSWER_TOKENS for answer in load.answers.values())
     assert {p.fate for record in load.records for p in record.preemptions} == {"swap"}
     # Nothing is loaded that was not saved: so many blocks were copied out, and at least so often copied in.
-    assert load.count("num_loaded") >= 50 * BLOCK_SIZE
+    assert load.count("num_loaded") >= 10 * BLOCK_SIZE
 
 
 @pytest.mark.long
@@ -198,6 +197,6 @@ async def test_copies_that_fail_change_no_answer(engine: AsyncLLM) -> None:
 
 async def test_a_wrong_block_in_host_memory_would_be_noticed(engine: AsyncLLM) -> None:
     async with faults(engine, confuses_loads=True):
-        load, largest = await run_load(engine, 32, within_s=0)  # all at once: a busy machine would spread them
+        load, largest = await run_load(engine)
     assert load.count("num_loaded") >= 10 * BLOCK_SIZE
     assert max(largest) > 1_000 * MOST_DIFFERENCE

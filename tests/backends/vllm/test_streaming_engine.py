@@ -47,7 +47,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
 
 async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_of_memory(engine: AsyncLLM) -> None:
     load = Load(TokenStreams(engine))
-    await load.run(NUM_STREAMS, within_s=20)  # time to compute what is changed then
+    await load.run(NUM_STREAMS, at_once=12)
     largest = await differences(engine, load)
     assert max(largest) <= MOST_DIFFERENCE
     assert len(largest) == NUM_STREAMS
@@ -134,7 +134,7 @@ async def test_a_stale_block_in_the_prefix_cache_would_be_noticed(engine: AsyncL
     assert await engine.reset_prefix_cache()
     await fresh(engine, STALE, [1], [(0, 0.0)])
     load = Load(TokenStreams(engine))
-    await load.run(12, within_s=4)
+    await load.run(12, at_once=4)
     await fresh(engine, TRUE, [1], [(0, 0.0)])
     largest = await differences(engine, load)
     print(f"with a stale block: {sorted(largest)}")
