@@ -45,7 +45,7 @@ async def test_a_second_pipeline_that_owns_the_same_backend_is_refused_and_the_f
     async with Pipeline(ScriptedSource([Append(A)]), backend) as first:
         with pytest.raises(AlreadyStartedError, match=r"ScriptedBackend is started already.*owns_backend=False"):
             await Pipeline(source, backend).start()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             with pytest.raises(AlreadyStartedError):
                 async with Pipeline(source, backend):
                     pass

@@ -41,7 +41,7 @@ def request(body: bytes, *headers: str) -> bytes:
 
 
 async def test_a_head_that_does_not_come_in_time_is_hung_up_on() -> None:
-    async with serving(limits=limits_of(head_s=0.3)) as served, AsyncExitStack() as clients:
+    async with serving(limits=limits_of(head_s=2)) as served, AsyncExitStack() as clients:
         silent, slow, second = [await clients.enter_async_context(raw(served.url)) for _ in range(3)]
         await slow.send(b"POST /v1/ask HTTP/1.1\r\nhost: loc")
         await second.post("/v1/ask", ASKED)
@@ -302,7 +302,7 @@ async def test_a_websocket_outlives_the_time_for_a_head() -> None:
             await socket.send_text(text)
 
     async with (
-        serving(limits=limits_of(head_s=0.2), more_routes=[WebSocketRoute("/echo", echo)]) as served,
+        serving(limits=limits_of(head_s=2), more_routes=[WebSocketRoute("/echo", echo)]) as served,
         raw(served.url) as slow,
     ):
         async with websockets.connect(f"ws{served.url.removeprefix('http')}/echo") as client:

@@ -284,7 +284,7 @@ async def test_updates_may_be_narrowed_to_sentences(built: Path) -> None:
 
 
 async def test_reranking_that_takes_too_long_is_cut_short_and_its_worker_freed(built: Path, tmp_path: Path) -> None:
-    async with started(built, reranker=BACKWARDS, rerank_timeout_s=0.5) as source:
+    async with started(built, reranker=BACKWARDS, rerank_timeout_s=3) as source:
         *found, last = await events_of(source, f"{QUERIES[0]} at once rerank waits {tmp_path}/never")
         assert found
         assert last == CutShort("reranking, after 0 of 5 batches, took too long")

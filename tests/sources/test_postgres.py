@@ -655,12 +655,12 @@ async def test_settings_hold_for_their_stage_only_and_nothing_can_be_written(dsn
         assert source._opened
         link = source._opened.link
         await updates(source, QUERIES[0])  # and pgvector is loaded, so that the server knows its settings
-        before = await link.run(settings, {}, timeout_s=1)
+        before = await link.run(settings, {}, timeout_s=60)
         await updates(source, QUERIES[1])
-        assert await link.run(settings, {}, timeout_s=1) == before == ["40", "off", "on", "1s", '"$user", public']
+        assert await link.run(settings, {}, timeout_s=60) == before == ["40", "off", "on", "1min", '"$user", public']
         for statement in ("DELETE FROM passages", "CREATE TABLE t (i int)"):
             with pytest.raises(SourceError, match="read-only transaction"):
-                await link.run(lambda connection: connection.execute(statement), {}, timeout_s=1)  # noqa: B023
+                await link.run(lambda connection: connection.execute(statement), {}, timeout_s=60)  # noqa: B023
         with psycopg.connect(dsn) as other:
             count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'streamrag' AND state = 'idle'"
             assert other.execute(count).fetchone() == (1,)  # and not idle in a transaction
@@ -675,7 +675,7 @@ async def test_a_search_that_takes_too_long_is_an_error(dsn: str) -> None:
 async def test_a_stage_that_takes_too_long_keeps_what_was_found_before(
     dsn: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with started(dsn, timeout_s=2.0, words="") as source:
+    async with started(dsn, timeout_s=5.0, words="") as source:
         with psycopg.connect(dsn) as other:
             async with aclosing(source.stream(QUERIES[0])) as events:
                 assert isinstance(await anext(events), Update)
@@ -781,10 +781,10 @@ async def test_a_server_that_crashes_is_an_error_of_its_query_and_serves_again(d
 
 
 async def test_a_pool_in_use_is_an_error_that_says_so(dsn: str) -> None:
-    async with started(dsn, table="slow", num_connections=1, pool_timeout_s=1.0) as source:
+    async with started(dsn, table="slow", num_connections=1, pool_timeout_s=3.0) as source:
         task = asyncio.create_task(updates(source, QUERIES[0]))
         await until_it_runs(dsn)
-        with pytest.raises(SourceError, match=r"after 1.00 sec. All of them are in use .*num_connections"):
+        with pytest.raises(SourceError, match=r"after 3.00 sec. All of them are in use .*num_connections"):
             await updates(source, QUERIES[1])
         task.cancel()
         with suppress(asyncio.CancelledError):

@@ -430,7 +430,7 @@ async def test_a_reader_that_pauses_holds_no_reservation() -> None:
     await settle()
     await settle()
     assert decode.prompts == [((4, 5), True)]
-    assert await asyncio.wait_for(answer(backend, (7,)), 5) == ["1", "2", "3"]
+    assert await asyncio.wait_for(answer(backend, (7,)), 60) == ["1", "2", "3"]
     assert [event.text async for event in pausing if isinstance(event, AnswerChunk)] == ["1", "2", "3"]
 
 

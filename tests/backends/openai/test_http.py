@@ -43,7 +43,7 @@ async def backend(server: Server) -> AsyncIterator[OpenAIBackend]:
 
 @pytest.fixture
 async def hasty(server: Server) -> AsyncIterator[OpenAIBackend]:
-    async for backend in started(server, timeout_s=0.5):
+    async for backend in started(server, timeout_s=2):
         yield backend
 
 
@@ -282,7 +282,7 @@ async def test_interim_answers_without_end_are_given_up(server: Server) -> None:
 async def test_an_answer_that_drips_is_given_up(server: Server, hasty: OpenAIBackend, block: bytes) -> None:
     sender = Sender(SSE_HEAD, block, pace_s=0.02)
     server.handlers = [sender]
-    with pytest.raises(ServerError, match=r"sent nothing, or nothing complete, for 0\.5 s"):
+    with pytest.raises(ServerError, match=r"sent nothing, or nothing complete, for 2 s"):
         await collect(hasty, prompt("Why?"))
     await sender.until_client_left()
 
@@ -311,7 +311,7 @@ async def test_no_server_outlasts_the_querys_deadline(server: Server, phase: str
     backend = OpenAIBackend(server.url, "tiny", block_size=1)
     async with Pipeline(ScriptedSource(steps), backend) as pipeline:
         with pytest.raises(DeadlineExceededError):
-            async for _ in pipeline.stream("Why?", deadline_s=1.0, params=SamplingParams(max_tokens=100)):
+            async for _ in pipeline.stream("Why?", deadline_s=3, params=SamplingParams(max_tokens=100)):
                 pass
         await sender.until_client_left()
 
