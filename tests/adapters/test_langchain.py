@@ -51,7 +51,7 @@ def plain(*chunks: Chunk) -> Update:
 
 
 async def events(found_by: Any, query: str = "Why?") -> list[SourceEvent]:
-    with anyio.fail_after(20):
+    with anyio.fail_after(120):
         return [event async for event in from_langchain(found_by).stream(query)]
 
 
@@ -664,7 +664,7 @@ async def test_an_ensemble_is_an_update_as_each_member_answers_and_ends_as_its_o
     slow = finder(C, B, may_answer=gate)
     ensemble = ensemble_retriever(retrievers=[slow, finder(A, B)], weights=[0.9, 0.1], c=10)
     found: list[SourceEvent] = []
-    with anyio.fail_after(20):
+    with anyio.fail_after(120):
         async for event in from_langchain(ensemble).stream("Why?"):
             found.append(event)
             gate.set()

@@ -46,7 +46,7 @@ def texts(event: SourceEvent) -> list[str]:
 
 
 async def events(*stages: Any) -> list[SourceEvent]:
-    with anyio.fail_after(20):
+    with anyio.fail_after(120):
         return [event async for event in staged_retriever(*stages).source.stream("Why?")]
 
 

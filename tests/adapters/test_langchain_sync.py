@@ -67,7 +67,7 @@ class Failing(SyncStore):
 
 
 async def found(source: Source) -> list[list[str]]:
-    with anyio.fail_after(20):
+    with anyio.fail_after(120):
         updates = [event async for event in source.stream("Why?")]
     return [[chunk.uri for chunk in update.chunks] for update in updates if isinstance(update, Update)]
 

@@ -69,7 +69,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
         server.communicate()
 
 
-def has_ended(process: int, within_s: float = 30) -> bool:
+def has_ended(process: int, within_s: float = 120) -> bool:
     """`process` is a file descriptor of it."""
     return select.select([process], [], [], within_s)[0] != []
 

@@ -25,7 +25,7 @@ from streamrag.testing import ScriptedBackend
 from tests.serve.serving import CHUNKS, PARIS, ROME, Serving, limits_of, serving
 from tests.serve.test_metrics import scrape
 
-GIVE_UP_S = 20.0
+GIVE_UP_S = 120.0
 QUESTION = "What is the capital of France?"
 TURN = {"role": "user", "content": "x"}
 AHEAD = Limits(max_retrievals_ahead=5)

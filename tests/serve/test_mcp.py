@@ -24,7 +24,7 @@ QUESTION = {"question": "What is the capital of France?"}
 async def client_of(served: Serving, headers: Mapping[str, str] | None = None, **options: Any) -> AsyncIterator[Any]:
     from mcp.client.streamable_http import streamable_http_client
 
-    async with httpx2.AsyncClient(headers=dict(headers or {}), timeout=20.0) as http:
+    async with httpx2.AsyncClient(headers=dict(headers or {}), timeout=120) as http:
         async with mcp.Client(streamable_http_client(f"{served.url}/mcp", http_client=http), **options) as client:
             yield client
 

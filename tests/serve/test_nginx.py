@@ -41,7 +41,7 @@ async def behind_nginx(served: Serving, folder: Path) -> AsyncIterator[httpx.Asy
     command = [str(NGINX), "-p", str(folder), "-e", f"{folder}/error.log", "-c", f"{folder}/nginx.conf"]
     process = await asyncio.create_subprocess_exec(*command)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -51,7 +51,7 @@ async def behind_nginx(served: Serving, folder: Path) -> AsyncIterator[httpx.Asy
                 writer.close()
                 break
         url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, headers={"host": NAME}, timeout=20.0) as client:
+        async with httpx.AsyncClient(base_url=url, headers={"host": NAME}, timeout=120) as client:
             yield client
     finally:
         process.terminate()

@@ -36,7 +36,7 @@ async def test_an_answer_can_be_stopped(how: str) -> None:
 
 
 async def with_timeout(wait):
-    with anyio.fail_after(20):
+    with anyio.fail_after(120):
         await wait()
 
 

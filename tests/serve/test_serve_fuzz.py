@@ -178,7 +178,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=20) as client:
+    with httpx.Client(base_url=url, timeout=120) as client:
         yield client
 
 
@@ -239,7 +239,7 @@ def test_no_headers_are_an_error_of_ours(
     plain = [(b"host", b"localhost"), (b"content-length", b"22"), (b"connection", b"close")] if is_plain else []
     lines = [b"%s %s HTTP/1.1" % (method, target), *(b"%s: %s" % header for header in [*plain, *headers]), b"", b""]
     at = urlsplit(url)
-    with socket.create_connection((at.hostname, at.port), timeout=20) as sock:
+    with socket.create_connection((at.hostname, at.port), timeout=120) as sock:
         sock.sendall(b"\r\n".join(lines) + b'{"question": "Where?"}')
         said = b""
         try:

@@ -110,7 +110,7 @@ async def test_curl_sends_and_reads_at_once() -> None:
         lines = [OPEN, append("Paris is in France."), FINISH]
         for line, name in zip(lines, (b"retrieval_started", b"prefill_progressed", b"answered"), strict=True):
             curl.stdin.write(json.dumps(line).encode() + b"\n")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while name not in seen:
                     seen += await curl.stdout.readline()
         curl.stdin.close()

@@ -65,7 +65,7 @@ async def test_an_engine_that_gives_none_of_the_answers_is_asked_again(answer: A
 
     async with Session(Other()) as session:
         one, two = session.watch("Which?", answers=("yes", "no")), session.watch("Who?")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await two.at_least(0)
         await until(lambda: isinstance(one.error, BackendError))
         assert one.newest is None
@@ -78,14 +78,14 @@ async def test_a_watch_outlives_whatever_the_engine_raises() -> None:
         await until(lambda: engine.num_failed > 1)
         assert isinstance(watch.error, BackendError)
         engine.error = None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             assert (await anext(watch)).text == "yes"
 
 
 async def test_a_watched_question_that_is_too_long_is_told_of() -> None:
     async with Session(Engine(answer="yes", max_model_len=400), window_tokens=50) as session:
         watch = session.watch("?" * 500)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             with pytest.raises(PromptTooLongError):
                 await anext(watch)
             with pytest.raises(PromptTooLongError):
@@ -126,7 +126,7 @@ async def test_a_watch_that_is_closed_frees_its_question_for_the_others() -> Non
         slow, other = session.watch("slow?"), session.watch("other?")
         await until(lambda: any("slow?" in prompt for prompt in engine.asked))
         await slow.aclose()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await other.at_least(0)
         assert engine.num_requests == 1
 
@@ -169,7 +169,7 @@ async def test_watches_wait_while_there_is_no_room_and_give_back_what_they_had()
         await until(lambda: room.num_refused > 3)
         assert not engine.asked
         room.num_free = 1
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             for watch in watches:
                 await watch.at_least(0)
         await until(lambda: room.num_free == 1)

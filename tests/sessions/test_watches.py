@@ -205,7 +205,7 @@ async def test_watches_of_a_version_are_answered_together_the_higher_priorities_
         engine.holds_questions, num_before = True, len(engine.asked)
         version = await session.append("last")
         await session._data.at_least(version)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while len(engine.asked) < num_before + 2:
                 await anyio.lowlevel.checkpoint()
         first = [prompt.rpartition("priority ")[2][0] for prompt in engine.asked[num_before:]]

@@ -36,7 +36,7 @@ def text(subject: str, *links: str) -> str:
 
 
 async def crawl(source: WebSource, query: str = QUERY) -> list[SourceEvent]:
-    async with asyncio.timeout(20), aclosing(source.stream(query)) as events:
+    async with asyncio.timeout(120), aclosing(source.stream(query)) as events:
         return [event async for event in events]
 
 

@@ -100,6 +100,6 @@ def workers_of(source: IndexSource) -> WorkerPool:
 
 async def until(condition: Callable[[], object]) -> None:
     """Bounded wait for something that happens in another process, which cannot set an event of ours."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -28,7 +28,7 @@ def plain(*chunks: Chunk) -> Update:
 
 
 async def events(*sources: Any, **options: Any) -> list[SourceEvent]:
-    with anyio.fail_after(20):
+    with anyio.fail_after(120):
         return [event async for event in MergedSource(*sources, **options).stream("Why?")]
 
 

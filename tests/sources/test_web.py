@@ -163,7 +163,7 @@ async def test_the_target_of_a_redirect_is_not_fetched_again(site: Website, new:
     site.add("/new", text("King"))
     site.add("/hub", text("Adelie", "/new"))
     gate = site.add_gate("/hub")
-    async with asyncio.timeout(20), aclosing(new().stream(QUERY)) as stream:
+    async with asyncio.timeout(120), aclosing(new().stream(QUERY)) as stream:
         async for event in stream:
             if paths([event]) == ["/new"]:
                 gate.set()
@@ -178,7 +178,7 @@ async def test_pages_come_in_the_order_in_which_they_arrive(site: Website, new: 
     site.add("/deep", text("Gentoo"))
     gate = site.add_gate("/slow")
     events: list[SourceEvent] = []
-    async with asyncio.timeout(20), aclosing(new().stream(QUERY)) as stream:
+    async with asyncio.timeout(120), aclosing(new().stream(QUERY)) as stream:
         async for event in stream:
             events.append(event)
             if paths(events) == ["/", "/fast", "/deep"]:
@@ -295,10 +295,10 @@ async def test_at_the_crawls_deadline_what_has_arrived_is_used(site: Website, ne
     site.add("/", text("Emperor", "/a", "/slow"))
     site.add("/a", text("King"))
     site.add_gate("/slow")
-    events = await crawl(new(crawl_timeout_s=5))
+    events = await crawl(new(crawl_timeout_s=10))
     assert paths(events) == ["/", "/a"]
-    assert reasons(events) == {"/slow": "not finished within crawl_timeout_s=5"}
-    assert cut_short(events) == ["crawl_timeout_s=5 ended before all pages were finished"]
+    assert reasons(events) == {"/slow": "not finished within crawl_timeout_s=10"}
+    assert cut_short(events) == ["crawl_timeout_s=10 ended before all pages were finished"]
     assert isinstance(events[-1], CutShort)
 
 
@@ -307,14 +307,14 @@ async def test_pages_that_are_finished_at_the_deadline_are_used_however_late_the
 ) -> None:
     site.add("/", text("Emperor", "/a"))
     site.add("/a", text("King", "/deep"))
-    async with aclosing(new(crawl_timeout_s=5).stream(QUERY)) as stream:  # on a busy machine, a page took over a second
+    async with aclosing(new(crawl_timeout_s=10).stream(QUERY)) as stream:  # on a busy machine, a page took over 5 s
         events = [await anext(stream)]
-        await asyncio.wait_for(site.until_asked("/a"), 5)
-        await asyncio.sleep(5.1)  # a slow reader: the crawl's time is over
+        await site.until_asked("/a")
+        await asyncio.sleep(10.1)  # a slow reader: the crawl's time is over
         events += [event async for event in stream]
     assert paths(events) == ["/", "/a"]
     assert reasons(events) == {}
-    assert cut_short(events) == ["crawl_timeout_s=5 ended before all pages were finished"]
+    assert cut_short(events) == ["crawl_timeout_s=10 ended before all pages were finished"]
 
 
 async def test_a_page_that_takes_too_long_to_read_is_skipped(site: Website, new: NewSource) -> None:
@@ -400,7 +400,7 @@ async def test_a_page_that_is_slow_to_read_holds_up_no_other_page_or_query(site:
     for i in range(4):
         site.add(f"/{i}", text(f"{i}th"))
     source, other = new(), new([site.add("/other", text("King"))])
-    async with asyncio.timeout(20), aclosing(source.stream(QUERY)) as stream:
+    async with asyncio.timeout(120), aclosing(source.stream(QUERY)) as stream:
         events = [await anext(stream)]
         await until(lambda: num_busy(source))
         assert paths(await crawl(other)) == ["/other"]
@@ -708,7 +708,7 @@ async def test_names_that_are_slow_to_look_up_leave_the_programs_own_threads_alo
         source = new(slow, page_timeout_s=0.4, num_fetches=20)
         with pytest.raises(UnreachableError, match="no connection within"):
             await crawl(source)
-        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 120) == "free"
         other = new()
         other._shared = source._shared
         assert paths(await crawl(other)) == ["/"]
@@ -727,7 +727,7 @@ async def test_a_function_that_hangs_leaves_the_programs_own_threads_alone(new: 
     try:
         with pytest.raises(SourceError, match=r"start URLs took longer than 0\.2 s"):
             await crawl(new(hangs, crawl_timeout_s=0.2))
-        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 120) == "free"
     finally:
         release.set()
 
@@ -897,7 +897,7 @@ async def test_the_browsers_open_tabs_are_left_alone(
     site.add("/", text("Emperor", "/a"))
     site.add("/mine", "mine")
     mine = (await asyncio.to_thread(ask, f"new?{site.url('/mine')}", "PUT"))["id"]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while (before := await tabs())[mine] != site.url("/mine"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert paths(await crawl(browse())) == ["/"]

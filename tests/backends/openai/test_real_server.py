@@ -87,7 +87,7 @@ async def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
     finally:
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), 20)
+            await asyncio.wait_for(process.wait(), 120)
         except TimeoutError:
             process.kill()
             await process.wait()

@@ -30,7 +30,7 @@ class Talk:
     async def events(self) -> list[Any]:
         """Up to the end of the response that is under way."""
         events = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not events or events[-1].type not in TERMINAL:
                 events.append(await self.connection.recv())
         return events
