@@ -79,11 +79,44 @@ async def test_a_prompt_that_comes_at_once_and_short_ones_are_answered(backend: 
 
 
 async def test_streams_that_evict_each_other_are_answered_as_fresh_ones(backend: DisaggregatedBackend) -> None:
+    """Prompts for which there is no memory are completed first, and so take that of the others, which are idle."""
     prompts = [tokens(number, 500 + 10 * number) for number in range(8)]
-    answers = await asyncio.gather(*(answer(backend, growing(p[:200], p[:450], p, pause_s=0.5)) for p in prompts))
-    for prompt, (found, _) in zip(prompts, answers, strict=True):
-        await check_exact(backend, prompt, found)
-    records = [last.record for _, last in answers if last.record]
+    num_computed, num_answered = dict[int, int](), 0
+    has_news = asyncio.Condition()
+
+    def is_short(number: int) -> bool:
+        return num_computed[number] < 449
+
+    def may_complete(number: int) -> bool:
+        all_are_known = len(num_computed) == len(prompts)
+        return all_are_known and (is_short(number) or num_answered >= sum(map(is_short, num_computed)))
+
+    async def growing_prompts(number: int) -> AsyncIterator[Prompt]:
+        yield Prompt(tuple(prompts[number][:450]))
+        async with has_news:
+            await has_news.wait_for(lambda: may_complete(number))
+        yield Prompt(tuple(prompts[number]), 450, is_complete=True)
+
+    async def ask(number: int) -> list[AnswerChunk]:
+        nonlocal num_answered
+        found = list[AnswerChunk]()
+        async with aclosing(backend.generate(growing_prompts(number), GREEDY)) as events:
+            async for event in events:
+                if isinstance(event, Prefilled):
+                    async with has_news:
+                        num_computed.setdefault(number, event.num_tokens)
+                        has_news.notify_all()
+                else:
+                    found.append(event)
+        async with has_news:
+            num_answered += 1
+            has_news.notify_all()
+        return found
+
+    answers = await asyncio.gather(*map(ask, range(len(prompts))))
+    for prompt, chunks in zip(prompts, answers, strict=True):
+        await check_exact(backend, prompt, [pair for chunk in chunks for pair in pairs(chunk)])
+    records = [chunks[-1].record for chunks in answers if chunks[-1].record]
     assert sum(len(record.preemptions) for record in records) > 0
     await check_nothing_pinned(backend)
 
