@@ -1,11 +1,11 @@
-"""How much longer do whole answers of our server take than those of vLLM's own, to a percent?
+"""How much longer do whole answers of our server take than those of vLLM's own?
 
-    python -m studies.harnesses.turns [--answers N] [--turns N] [--same] [--json FILE]
+    python -m studies.harnesses.turns [--answers N] [--rounds N] [--turns N] [--same] [--json FILE]
 
 A harness asks one server for a minute, and the machine changes meanwhile: its rounds differ by several percent. Here
-the servers take turns of a few seconds. In each, one of them answers `--answers` prompts at once. All servers are
-started twice, in both orders, after one of vLLM that nobody asks, because a server that starts later is a little
-faster. `--same` compares two servers of vLLM, whose ratio should be 1.
+the servers take turns of a few seconds. In each, one of them answers `--answers` prompts at once. The server that
+starts later is faster until it ends, by 5 to 15 %. So a round starts both in one order and then in the other, and the
+standard errors are those of rounds. `--same` compares two servers of vLLM, whose ratio should be 1.
 """
 
 import argparse
@@ -20,12 +20,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean, mean, stdev
+from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 
 import httpx
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from streamrag.testing import make_demo_model
@@ -43,8 +44,8 @@ console = Console(highlight=False)
 class Turn:
     """One load on one server, with CPU seconds of its processes."""
 
-    starts: str
-    """Which of the two servers started first."""
+    start: int
+    """Which start of both servers, two in a round; in those with an odd number, the second one started first."""
     turn: int
     server: str
     all_answers_s: float
@@ -74,10 +75,10 @@ async def ask(client: httpx.AsyncClient, url: str, prompt: str) -> None:
 
 
 async def take_turns(
-    urls: dict[str, str], processes: dict[str, psutil.Process], num_answers: int, num_turns: int
+    urls: dict[str, str], processes: dict[str, psutil.Process], num_answers: int, num_turns: int, start: int
 ) -> list[Turn]:
     """Ask both servers in turns, for the same number of new prompts. The first turns are not measured."""
-    rng, measured, starts = random.Random(num_turns), list[Turn](), next(iter(urls))
+    rng, measured = random.Random(num_turns), list[Turn]()
     async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
         for number in range(-WARM_UP, num_turns):
             for server in list(urls)[:: 1 if number % 2 else -1]:
@@ -89,49 +90,48 @@ async def take_turns(
                 took_s = time.monotonic() - began_s
                 await asyncio.sleep(0.1)
                 used = [now - before for now, before in zip(cpu_by_process(processes[server]), cpu_s, strict=True)]
-                measured.append(Turn(starts, number, server, took_s, *used))
+                measured.append(Turn(start, number, server, took_s, *used))
     return [turn for turn in measured if turn.turn >= 0]
 
 
-def measure(model: Path, pair: Sequence[str], num_answers: int, num_turns: int) -> list[Turn]:
-    """Start both servers in one order, and then in the other, and have them take turns."""
+def measure(model: Path, pair: Sequence[str], num_answers: int, num_rounds: int, num_turns: int) -> list[Turn]:
+    """Start both servers in one order and the other, so often, and have them take turns."""
     turns = []
-    for names in (pair, pair[::-1]):
+    for start in track(range(2 * num_rounds), "starts", console=console):
         with ExitStack() as stack, TemporaryDirectory() as logs:
             urls, processes = {}, {}
-            for name in (UNASKED, *names):
+            for name in (UNASKED, *(pair[::-1] if start % 2 else pair)):
                 before = set(psutil.Process().children())
                 command = partial(server_command, name.removeprefix("second "), model)
                 urls[name] = stack.enter_context(start_server(command, Path(logs, name)))
                 (processes[name],) = set(psutil.Process().children()) - before
             del urls[UNASKED]
-            turns += asyncio.run(take_turns(urls, processes, num_answers, num_turns))
+            turns += asyncio.run(take_turns(urls, processes, num_answers, num_turns, start))
     return turns
 
 
 def show(turns: Sequence[Turn], pair: Sequence[str]) -> None:
-    """Print the ratio of the first to the second server by order of start, with standard errors, and the mean."""
-    table = Table(
-        "starts first", "all answers", "server's CPU", "engine's CPU", "workers' CPU", box=None, pad_edge=False
-    )
-    fields = ("all_answers_s", "server_cpu_s", "engine_cpu_s", "worker_cpu_s")
-    ratios_of = {}
-    for starts in dict.fromkeys(turn.starts for turn in turns):
-        ours, theirs = ([t for t in turns if (t.starts, t.server) == (starts, name)] for name in pair)
-        logs = [math.log(a.all_answers_s / b.all_answers_s) for a, b in zip(ours, theirs, strict=True)]
-        ratios_of[starts] = [sum(getattr(t, f) for t in ours) / sum(getattr(t, f) for t in theirs) for f in fields]
-        ratios_of[starts][0] = math.exp(mean(logs))
-        error = stdev(logs) / math.sqrt(len(logs))
-        first, *others = (f"{ratio:.3f}" for ratio in ratios_of[starts])
-        table.add_row(starts, f"{first} ± {error:.3f}", *others)
-    table.add_row("both", *(f"{geometric_mean(column):.3f}" for column in zip(*ratios_of.values(), strict=True)))
-    console.print(f"{pair[0]} to {pair[1]}", table, sep="\n")
+    """Print means of both servers, and the ratios of the first to the second with their standard errors."""
+    fields = {"all answers": "all_answers_s", "server's CPU": "server_cpu_s", "engine's CPU": "engine_cpu_s"}
+    fields["workers' CPU"] = "worker_cpu_s"
+    table = Table("ms", *pair, "ratio", "standard error", box=None, pad_edge=False)
+    for label, field in fields.items():
+        of_rounds = []
+        for number in sorted({turn.start // 2 for turn in turns}):
+            ours, theirs = ([getattr(t, field) for t in turns if (t.start // 2, t.server) == (number, n)] for n in pair)
+            of_rounds.append((mean(ours), mean(theirs)))
+        logs = [math.log(a / b) for a, b in of_rounds]
+        error = f"± {stdev(logs) / math.sqrt(len(logs)):.3f}" if len(logs) > 1 else "–"
+        means = (f"{mean(column) * 1e3:.1f}" for column in zip(*of_rounds, strict=True))
+        table.add_row(label, *means, f"{math.exp(mean(logs)):.3f}", error)
+    console.print(table)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=1, help="prompts at once")
-    parser.add_argument("--turns", type=int, default=20, help="turns of each server after each start")
+    parser.add_argument("--rounds", type=int, default=4, help="starts of both servers in both orders")
+    parser.add_argument("--turns", type=int, default=6, help="turns of each server after each start")
     parser.add_argument("--same", action="store_true", help="compare vLLM's server with another one of vLLM's")
     parser.add_argument("--model", type=Path, help="a folder; by default the demo's model is made")
     parser.add_argument("--json", type=Path)
@@ -140,7 +140,7 @@ def main() -> int:
     pair = ("second vllm", "vllm") if arguments.same else SERVERS
     with TemporaryDirectory() as folder:
         model = (arguments.model or make_demo_model(Path(folder, "model"))).absolute()
-        turns = measure(model, pair, arguments.answers, arguments.turns)
+        turns = measure(model, pair, arguments.answers, arguments.rounds, arguments.turns)
     show(turns, pair)
     if arguments.json:
         write_results(arguments.json, turns, num_answers=arguments.answers)
