@@ -4,8 +4,9 @@
 
 A harness asks one server for a minute, and the machine changes meanwhile: its rounds differ by several percent. Here
 the servers take turns of a few seconds. In each, one of them answers `--answers` prompts at once. The server that
-starts later is faster until it ends, by 5 to 15 %. So a round starts both in one order and then in the other, and the
-standard errors are those of rounds. `--same` compares two servers of vLLM, whose ratio should be 1.
+starts later is faster until it ends, by 5 to 15 %, even after one of vLLM that nobody asks. So a round starts both in
+one order and then in the other, and the standard errors are those of rounds. `--same` compares two servers of vLLM,
+whose ratio should be 1.
 """
 
 import argparse
@@ -36,6 +37,13 @@ from studies.servers import start_server
 
 NUM_NUMBERS = 90  # 270 tokens
 WARM_UP = 2
+FIELDS = {
+    "all answers": "all_answers_s",
+    "server's CPU": "server_cpu_s",
+    "engine's CPU": "engine_cpu_s",
+    "workers' CPU": "worker_cpu_s",
+}
+"""Fields of a `Turn`, by the name in the table."""
 
 console = Console(highlight=False)
 
@@ -95,7 +103,7 @@ async def take_turns(
 
 
 def measure(model: Path, pair: Sequence[str], num_answers: int, num_rounds: int, num_turns: int) -> list[Turn]:
-    """Start both servers in one order and the other, so often, and have them take turns."""
+    """Start both servers in both orders, `num_rounds` times, and have them take turns."""
     turns = []
     for start in track(range(2 * num_rounds), "starts", console=console):
         with ExitStack() as stack, TemporaryDirectory() as logs:
@@ -112,10 +120,8 @@ def measure(model: Path, pair: Sequence[str], num_answers: int, num_rounds: int,
 
 def show(turns: Sequence[Turn], pair: Sequence[str]) -> None:
     """Print means of both servers, and the ratios of the first to the second with their standard errors."""
-    fields = {"all answers": "all_answers_s", "server's CPU": "server_cpu_s", "engine's CPU": "engine_cpu_s"}
-    fields["workers' CPU"] = "worker_cpu_s"
     table = Table("ms", *pair, "ratio", "standard error", box=None, pad_edge=False)
-    for label, field in fields.items():
+    for label, field in FIELDS.items():
         of_rounds = []
         for number in sorted({turn.start // 2 for turn in turns}):
             ours, theirs = ([getattr(t, field) for t in turns if (t.start // 2, t.server) == (number, n)] for n in pair)
