@@ -32,7 +32,7 @@ from streamrag.records import RequestRecord
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
-NUM_STREAMS = 64
+NUM_STREAMS = 128
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -47,7 +47,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
 
 async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_of_memory(engine: AsyncLLM) -> None:
     load = Load(TokenStreams(engine))
-    await load.run(NUM_STREAMS, at_once=12)
+    await load.run(NUM_STREAMS, at_once=24)
     largest = await differences(engine, load)
     assert max(largest) <= MOST_DIFFERENCE
     assert len(largest) == NUM_STREAMS
@@ -55,7 +55,7 @@ async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_
     counts = {name: load.count(name) for name in ("preemptions", "num_invalidated", "num_recomputed")}
     num_in_work = sum(num_mid_prefill(record) for record in load.records)
     print(f"largest difference {max(largest):.2e}, chunks in mid-prefill {num_in_work}, {counts}")
-    # The pace of the machine decides: 9, 145 and 9 on one that was five times as slow as usual.
+    # The pace of the machine decides how many: half as many streams had 4 to 14 preemptions.
     assert counts["preemptions"] >= 5
     assert counts["num_invalidated"] >= 100
     assert num_in_work >= 5
