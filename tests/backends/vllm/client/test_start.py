@@ -265,6 +265,23 @@ async def test_cancelling_while_the_engine_starts_ends_its_processes(tiny_model:
     assert start.cancelled()
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("set_by_user", [None, "glibc.malloc.arena_max=2"])
+async def test_the_engines_process_asks_linux_for_huge_pages_unless_the_user_has_tuned_malloc(
+    tiny_model: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, set_by_user: str | None
+) -> None:
+    if set_by_user:
+        monkeypatch.setenv("GLIBC_TUNABLES", set_by_user)
+    start = asyncio.create_task(VllmBackend(tiny_model, kv_cache_bytes=1 << 26).start(ignore))
+    await until(lambda: any(child.name == "EngineCore" for child in multiprocessing.active_children()))
+    (engine,) = (child for child in multiprocessing.active_children() if child.name == "EngineCore")
+    environment, expected = Path(f"/proc/{engine.pid}/environ"), set_by_user or "glibc.malloc.hugetlb=1"
+    await until(lambda: f"GLIBC_TUNABLES={expected}" in environment.read_text().split("\0"))
+    start.cancel()
+    await asyncio.wait([start])
+    assert os.environ.get("GLIBC_TUNABLES") == set_by_user
+
+
 async def growing_prompts() -> AsyncIterator[Prompt]:
     complete = await anext(prompts(600))
     yield Prompt(complete.token_ids[:300], 0, is_complete=False)
