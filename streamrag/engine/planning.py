@@ -83,8 +83,6 @@ def plan(
     :param fate: decides what happens to a victim's KV.
     :param reports_holds: whether to report the requests that were held back, and the rule that did so.
     """
-    if not order:
-        return Plan(budget)  # all requests decode
     # Phase 1
     walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
     if not walk.grants and not walk.num_ahead and rules.if_nothing_runs is not rules:

@@ -52,6 +52,9 @@ class PlanExecutor:
         step = self.planner.plan_step()
         step_plan, requests = step.plan, self.scheduler.requests
         self._update_stuck(step)
+        if not step.order and not step.blocked:  # all requests may run as they are
+            yield
+            return
         for eviction in step_plan.evictions:
             self.evictions.evict(requests[eviction.request.request_id])
         granted = [requests[grant.request.request_id] for grant in step_plan.grants]

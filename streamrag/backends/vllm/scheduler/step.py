@@ -76,18 +76,17 @@ class StepPlanner:
                     continue
                 view = self.kv_memory.cached_view(request)
             views.append(view)
+        num_tokens = self.scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)
+        budget = StepBudget(num_tokens, self.scheduler.max_num_active_reqs, len(decoding), len(ending))
+        if not views:  # all requests decode
+            return PlannedStep(Plan(budget), views, decoding + ending, blocked)
         if self.policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
-        scheduler = self.scheduler
-        num_tokens = scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)
-        budget = StepBudget(num_tokens, scheduler.max_num_active_reqs, len(decoding), len(ending))
         order = self.policy.order(views, self.steps.start_s)
-        reports_holds = self.options.records is not None
-        step_plan = plan(
-            order, self._idle_views, budget, self.kv_memory, self.rules, self.evictions.fate, reports_holds
-        )
+        logs_holds = self.options.records is not None
+        step_plan = plan(order, self._idle_views, budget, self.kv_memory, self.rules, self.evictions.fate, logs_holds)
         for request_id, rule in step_plan.holds:
-            scheduler.requests[request_id].log.holds[rule] += 1
+            self.scheduler.requests[request_id].log.holds[rule] += 1
         self.policy.on_admitted([g.request for g in step_plan.grants if not g.request.is_running])
         return PlannedStep(step_plan, order, decoding + ending, blocked)
 
