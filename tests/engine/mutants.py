@@ -123,8 +123,8 @@ MUTANTS = (
     Mutant(
         "a draft leaves no budget for prompts, and is not counted",
         STEP,
-        "num_tokens = scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)",
-        "num_tokens = scheduler.max_num_scheduled_tokens",
+        "num_tokens = self.scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)",
+        "num_tokens = self.scheduler.max_num_scheduled_tokens",
         400,
     ),
     Mutant(
@@ -607,6 +607,7 @@ MUTANTS = (
         400,
     ),
     Mutant("what the ended have lost is kept for them", HOST_MEMORY, "in request.released_blocks:", "in ():", 200),
+    Mutant("vLLM sees what an empty plan leaves out", EXECUTOR, "not step.order and", "not step_plan.grants and", 200),
     Mutant("lookups outlive their step", EXECUTOR, "            self.kv_memory.end_step()\n", "", 200),
     Mutant(
         "what was found is true of the next time",
