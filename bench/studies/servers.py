@@ -20,7 +20,7 @@ def start_server(command_of: Callable[[int], Sequence[str]], log: Path) -> Itera
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **LIKE_OURS}
+    environment = {**LIKE_OURS, **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("w") as written:
         process = subprocess.Popen(command_of(port), stdout=written, stderr=written, env=environment)
         try:

@@ -52,7 +52,7 @@ class PlanExecutor:
         step = self.planner.plan_step()
         step_plan, requests = step.plan, self.scheduler.requests
         self._update_stuck(step)
-        if not step.order and not step.blocked:  # all requests may run as they are
+        if not step.order and not step.blocked:  # nothing to hide
             yield
             return
         for eviction in step_plan.evictions:

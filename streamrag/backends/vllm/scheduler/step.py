@@ -78,7 +78,7 @@ class StepPlanner:
             views.append(view)
         num_tokens = self.scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)
         budget = StepBudget(num_tokens, self.scheduler.max_num_active_reqs, len(decoding), len(ending))
-        if not views:  # all requests decode
+        if not views:  # nothing to plan
             return PlannedStep(Plan(budget), views, decoding + ending, blocked)
         if self.policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
