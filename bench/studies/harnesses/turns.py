@@ -4,7 +4,7 @@
 
 A harness asks one server for a minute, and the machine changes meanwhile: its rounds differ by several percent. Here
 the servers take turns of a few seconds. In each, one of them answers `--answers` prompts at once. The server that
-starts later is faster until it ends, by 5 to 15 %, even after one of vLLM that nobody asks. So a round starts both in
+starts later is faster until it ends, by 2 to 15 %, even after one of vLLM that nobody asks. So a round starts both in
 one order and then in the other, and the standard errors are those of rounds. `--same` compares two servers of vLLM,
 whose ratio should be 1.
 """
