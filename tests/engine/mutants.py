@@ -1021,7 +1021,7 @@ MUTANTS = (
         "request.num_free_when_left = num_free\n",
         "pass\n",
         1,
-        first=FIRST_TRANSFER + 294,
+        first=FIRST_TRANSFER + 4_190,
     ),
     Mutant(
         "what a connector still looks up is granted tokens again and again",
