@@ -267,7 +267,7 @@ async def test_cancelling_while_the_engine_starts_ends_its_processes(tiny_model:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("set_by_user", [None, "glibc.malloc.arena_max=2"])
-async def test_on_a_cpu_malloc_asks_for_huge_pages_unless_the_user_has_tuned_it(
+async def test_malloc_asks_for_huge_pages_on_a_cpu_unless_the_user_tunes_it(
     tiny_model: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, set_by_user: str | None
 ) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
