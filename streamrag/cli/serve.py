@@ -174,6 +174,7 @@ async def _serve(settings: "Settings") -> int:
     from streamrag.serve.config.checks import permitted_hosts
     from streamrag.serve.config.factories import make_observers, make_service
     from streamrag.serve.config.keys import read_keys
+    from streamrag.serve.huge_pages import collapse_memory
     from streamrag.serve.server import listen, serve
 
     errors = Output(stderr=True)
@@ -184,6 +185,7 @@ async def _serve(settings: "Settings") -> int:
     with sock:
         with shown_starting(errors) as show:
             await service.start(show)
+            await asyncio.to_thread(collapse_memory)
         app = create_app(
             service,
             keys=keys,
