@@ -24,8 +24,9 @@ def test_objects_of_python_move_into_huge_pages() -> None:
     num_pages, num_kib = map(int, ran.stdout.split())
     if not num_pages:
         pytest.skip("this kernel has no huge pages, or moves nothing into them")
-    assert num_pages >= 7  # a million objects of 16 bytes each
-    assert num_kib == num_pages * int((huge_pages.SETTINGS / "hpage_pmd_size").read_text()) // 1024
+    least = 7  # a million objects of 16 bytes each
+    assert num_pages >= least
+    assert num_kib >= least * int((huge_pages.SETTINGS / "hpage_pmd_size").read_text()) // 1024
 
 
 @pytest.mark.parametrize("setting", [None, "always madvise [never]"])
@@ -37,3 +38,7 @@ def test_no_memory_moves_where_huge_pages_are_missing_or_switched_off(
         (tmp_path / "hpage_pmd_size").write_text("2097152")
     monkeypatch.setattr(huge_pages, "SETTINGS", tmp_path)
     assert huge_pages.collapse_memory() == 0
+
+
+def test_memory_stays_as_it_is_when_no_time_is_left() -> None:
+    assert huge_pages.collapse_memory(within_s=-1) == 0
