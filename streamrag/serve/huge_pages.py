@@ -18,13 +18,14 @@ def collapse_memory(within_s: float = 5.0) -> int:
     within_s: seconds after which the rest stays as it is. A GiB takes about three.
     """
     try:
-        is_never = "[never]" in (SETTINGS / "enabled").read_text()
+        if "[never]" in (SETTINGS / "enabled").read_text():
+            return 0
         size = int((SETTINGS / "hpage_pmd_size").read_text())
         mappings = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     except OSError:
         return 0
     madvise, num_pages, deadline_s = ctypes.CDLL(None).madvise, 0, time.monotonic() + within_s
-    for addresses, access, _, _, inode, *_ in mappings if not is_never else ():
+    for addresses, access, _, _, inode, *_ in mappings:
         if access != "rw-p" or inode != "0":  # shared, or of a file
             continue
         start, end = (int(address, 16) for address in addresses.split("-"))
