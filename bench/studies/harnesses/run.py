@@ -7,7 +7,8 @@ takes no processor time, and runs close in time meet the same machine. Each roun
 the servers in the other order. Every second round starts both anew, in the other order, after a server of vLLM that
 nobody asks: of three equal servers, the first to start computes the model a tenth slower than the others. So only a
 multiple of four rounds is fair. Both servers have the same arguments for the engine, and ours has a template that adds
-nothing, so that prompts are equal. The harnesses' own results are kept in `--keep`, and what is there is not repeated.
+nothing, so that prompts are equal. Requests come at the same times. The harnesses' own results are kept in `--keep`,
+and what is there is not repeated.
 """
 
 import argparse
@@ -36,6 +37,9 @@ from studies.servers import start_server
 
 NUM_REQUESTS, RATE, CONCURRENCY, NUM_INPUT, NUM_OUTPUT = 20, 0.5, 4, 256, 32
 MAX_RUNS = 3
+MORE_SEEDS = 1000  # between the seeds of repeated runs
+ONE_WORKER = {"GUIDELLM__MAX_WORKER_PROCESSES": "1"}
+"""Of several, each draws the same waiting times, so that it is chance when the next request comes."""
 NAME = "harness-model"
 KV_BYTES = 1 << 30
 SERVERS = ("streamrag", "vllm")
@@ -176,44 +180,50 @@ HARNESSES: Mapping[str, tuple[Command, Read]] = {
 
 
 def measure(programs: Mapping[str, str], model: Path, num_rounds: int, keep: Path) -> list[Run]:
-    """Run each harness against each server, in turns, unless its result is there."""
+    """Run each harness against each server, in turns, unless the results of both are there."""
     keep.mkdir(parents=True, exist_ok=True)
     runs = []
     for number in range(1, num_rounds + 1, 2):
         order = SERVERS if number % 4 == 1 else SERVERS[::-1]
         rounds = ((number, order), (number + 1, order[::-1]))
-        turns = [(of_round, name, server) for of_round, asked in rounds for name in programs for server in asked]
-        places = {turn: keep / "-".join(map(str, turn)).replace(" ", "-") for turn in turns}
-        missing = [turn for turn, folder in places.items() if not (folder / "done").exists()]
+        pairs = [(of_round, name, asked) for of_round, asked in rounds for name in programs]
+        places = {(of_round, name): keep / f"{of_round}-{name.replace(' ', '-')}" for of_round, name, _ in pairs}
+        missing = [pair for pair in pairs if not (places[pair[:2]] / "done").exists()]
         with ExitStack() as stack:
             urls: dict[str, str] = {}
             for server in (UNASKED, *order) if missing else ():
                 log = keep / f"{number}-{server}.log"
                 urls[server] = stack.enter_context(start_server(partial(server_command, server, model), log))
-            for of_round, name, server in missing:
-                folder = places[of_round, name, server]
-                run_harness(name, programs[name], urls[server], model, of_round, folder)
-        for (of_round, name, server), folder in places.items():
-            num_answers, *values = HARNESSES[name][1](folder)
-            runs.append(Run(of_round, server, name, int(num_answers), *values))
+            for of_round, name, asked in missing:
+                console.print(f"round {of_round}: {name}")
+                folder = places[of_round, name]
+                run_harness(name, programs[name], {server: urls[server] for server in asked}, model, of_round, folder)
+        for (of_round, name), folder in places.items():
+            for server in SERVERS:
+                num_answers, *values = HARNESSES[name][1](folder / server)
+                runs.append(Run(of_round, server, name, int(num_answers), *values))
     return runs
 
 
-def run_harness(name: str, program: str, url: str, model: Path, number: int, folder: Path) -> None:
-    """Run one harness; its output and results are in `folder`, with a file `done` at the end.
+def run_harness(name: str, program: str, urls: Mapping[str, str], model: Path, number: int, folder: Path) -> None:
+    """Run one harness against each server; outputs and results are in `folder`, with a file `done` at the end.
 
-    GuideLLM loses a request in some runs: its workers then ask at other times, and the run is repeated.
+    GuideLLM and AIPerf lose a request in some runs. Then both servers are asked again, with other prompts: those of the
+    first run are in their caches.
     """
     make_command, read = HARNESSES[name]
-    for _ in range(MAX_RUNS):
-        console.print(f"round {number}: {name} against {url}")
+    for seed in range(number, MAX_RUNS * MORE_SEEDS, MORE_SEEDS):
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        command = make_command(program, url, model, number, folder)
-        with vllm_metadata() as more, (folder / "output").open("w") as output:
-            environment = {**os.environ, **(more if program == sys.executable else {})}
-            subprocess.run(command, stdout=output, stderr=output, env=environment, check=True, timeout=300, cwd=folder)
-        if read(folder)[0] == NUM_REQUESTS:
+        for server, url in urls.items():
+            results = folder / server
+            results.mkdir(parents=True)
+            command = make_command(program, url, model, seed, results)
+            with vllm_metadata() as more, (results / "output").open("w") as output:
+                environment = {**os.environ, **ONE_WORKER, **(more if program == sys.executable else {})}
+                subprocess.run(
+                    command, stdout=output, stderr=output, env=environment, check=True, timeout=300, cwd=results
+                )
+        if all(read(folder / server)[0] == NUM_REQUESTS for server in urls):
             (folder / "done").touch()
             return
     raise SystemExit(f"{name} reports fewer than {NUM_REQUESTS} answers in each of {MAX_RUNS} runs: see {folder}")
