@@ -7,8 +7,8 @@ takes no processor time, and runs close in time meet the same machine. Each roun
 the servers in the other order. Every second round starts both anew, in the other order, after a server of vLLM that
 nobody asks: of three equal servers, the first to start computes the model a tenth slower than the others. So only a
 multiple of four rounds is fair. Both servers have the same arguments for the engine, and ours has a template that adds
-nothing, so that prompts are equal. Requests come at the same times. The harnesses' own results are kept in `--keep`,
-and what is there is not repeated.
+nothing, so that prompts are equal. Requests come at the same times, except where GuideLLM starts late and sends the
+first ones at once. The harnesses' own results are kept in `--keep`, and what is there is not repeated.
 """
 
 import argparse
@@ -186,19 +186,21 @@ def measure(programs: Mapping[str, str], model: Path, num_rounds: int, keep: Pat
     for number in range(1, num_rounds + 1, 2):
         order = SERVERS if number % 4 == 1 else SERVERS[::-1]
         rounds = ((number, order), (number + 1, order[::-1]))
-        pairs = [(of_round, name, asked) for of_round, asked in rounds for name in programs]
-        places = {(of_round, name): keep / f"{of_round}-{name.replace(' ', '-')}" for of_round, name, _ in pairs}
-        missing = [pair for pair in pairs if not (places[pair[:2]] / "done").exists()]
+        pairs = [
+            (of_round, name, asked, keep / f"{of_round}-{name.replace(' ', '-')}")
+            for of_round, asked in rounds
+            for name in programs
+        ]
+        missing = [pair for pair in pairs if not (pair[-1] / "done").exists()]
         with ExitStack() as stack:
             urls: dict[str, str] = {}
             for server in (UNASKED, *order) if missing else ():
                 log = keep / f"{number}-{server}.log"
                 urls[server] = stack.enter_context(start_server(partial(server_command, server, model), log))
-            for of_round, name, asked in missing:
+            for of_round, name, asked, folder in missing:
                 console.print(f"round {of_round}: {name}")
-                folder = places[of_round, name]
                 run_harness(name, programs[name], {server: urls[server] for server in asked}, model, of_round, folder)
-        for (of_round, name), folder in places.items():
+        for of_round, name, _, folder in pairs:
             for server in SERVERS:
                 num_answers, *values = HARNESSES[name][1](folder / server)
                 runs.append(Run(of_round, server, name, int(num_answers), *values))
@@ -212,12 +214,12 @@ def run_harness(name: str, program: str, urls: Mapping[str, str], model: Path, n
     first run are in their caches.
     """
     make_command, read = HARNESSES[name]
-    for seed in range(number, MAX_RUNS * MORE_SEEDS, MORE_SEEDS):
+    for repetition in range(MAX_RUNS):
         shutil.rmtree(folder, ignore_errors=True)
         for server, url in urls.items():
             results = folder / server
             results.mkdir(parents=True)
-            command = make_command(program, url, model, seed, results)
+            command = make_command(program, url, model, number + repetition * MORE_SEEDS, results)
             with vllm_metadata() as more, (results / "output").open("w") as output:
                 environment = {**os.environ, **ONE_WORKER, **(more if program == sys.executable else {})}
                 subprocess.run(
