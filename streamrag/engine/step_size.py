@@ -57,6 +57,14 @@ class StepCosts:
             return math.inf
         return max(math.sqrt(2 * self.overhead * num_waiting / self.arrivals_per_token), self.overhead, LEAST_TOKENS)
 
+    def even_part(self, length: float, best_length: float) -> float:
+        """Return the length of the equal parts in which to compute `length`: the last must not be a short rest.
+
+        One part more costs an overhead and shortens all. k parts are best for up to `best_length` sqrt(k (k + 1)).
+        """
+        ratio = length / best_length
+        return length / max(math.ceil((math.sqrt(1 + 4 * ratio * ratio) - 1) / 2), 1)
+
     def is_worth_adding(self, length: float, num_ready: int, num_waiting: float) -> bool:
         """Whether to add `length` to a step: it delays `num_ready` prompts, and saves `num_waiting` one overhead."""
         return num_ready * length <= self.overhead * num_waiting

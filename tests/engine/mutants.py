@@ -484,15 +484,23 @@ MUTANTS = (
         "self._limiting_costs.best_length(self.num_waiting) if self._limiting_costs else math.inf",
         "math.inf",
         0,  # as above
-        "tests/engine/test_planning.py::test_a_long_prompt_is_cut_where_others_come_often",
+        "tests/engine/test_planning.py::test_a_long_prompt_is_cut_into_even_parts_where_others_come_often",
     ),
     Mutant(
         "a step is as long whatever its tokens attend to",
         RULES + "sized_steps",
-        "costs.num_fitting(self._length_left, num_present)",
-        "self._length_left",
+        "costs.num_fitting(part, num_present)",
+        "part",
         0,  # as above
         "tests/engine/test_planning.py::test_a_step_has_fewer_tokens_behind_a_long_prompt",
+    ),
+    Mutant(
+        "a step leaves a short rest of a prompt to the next one",
+        RULES + "sized_steps",
+        "costs.even_part(rest, self._length_left)",
+        "min(rest, self._length_left)",
+        0,  # as above
+        "tests/engine/test_planning.py::test_a_long_prompt_is_cut_into_even_parts_where_others_come_often",
     ),
     Mutant(
         "a long step of complete prompts is planned early",

@@ -256,14 +256,18 @@ def test_a_request_that_a_step_completes_waits_little_more_than_the_overhead() -
     assert [g.num_tokens for g in plan([short, next_one, long], list, dear, Blocks(1_000)).grants] == [100, 150]
 
 
-def test_a_long_prompt_is_cut_where_others_come_often() -> None:
-    prompts = [RequestView("long", 0, 0, 5_000), RequestView("longer", 0, 0, 6_000)]
+def test_a_long_prompt_is_cut_into_even_parts_where_others_come_often() -> None:
+    prompts = [RequestView("long", 0, 0, 9_000), RequestView("longer", 0, 0, 10_000)]
     costs = StepCosts(overhead=300, arrivals_per_token=1e-4)
     limits = Limits(8_192, 8, num_partial_tokens=64, step_costs=costs)
-    for waiting in (prompts[:1], prompts):
-        made = plan(waiting, list, limits, Blocks(1_000))
+    for waiting, num_parts in ((prompts[:1], 3), (prompts, 2)):
+        made = plan(waiting, list, limits, Blocks(10_000))
         num_coming = costs.arrivals_per_token * sum(r.num_tokens for r in waiting)
-        assert [g.num_tokens for g in made.grants] == [int(costs.best_length(len(waiting) + num_coming))]
+        assert [g.num_tokens for g in made.grants] == [9_000 / num_parts]
+        assert costs.even_part(9_000, costs.best_length(len(waiting) + num_coming)) == 9_000 / num_parts
+    rest = RequestView("rest", 0, 0, 3_376)  # a little more than the best step
+    assert costs.best_length(1 + costs.arrivals_per_token * 3_376) < 3_000
+    assert [g.num_tokens for g in plan([rest], list, limits, Blocks(10_000)).grants] == [3_376]
     partial = RequestView("partial", 0, 0, 5_000, is_complete=False)
     shown = RequestView("preempted", 0, 0, 5_000, has_output=True)
     for other in (partial, shown):  # nobody waits for the first token of these
@@ -281,7 +285,8 @@ def test_a_step_has_fewer_tokens_behind_a_long_prompt() -> None:
     for num_tokens, request in ((num_fresh, fresh), (num_far, far)):
         before = request.num_computed_tokens
         num_waiting = 1 + costs.arrivals_per_token * costs.length(9_000, before)
-        assert costs.length(num_tokens, before) <= costs.best_length(num_waiting) < costs.length(num_tokens + 1, before)
+        part = costs.even_part(costs.length(9_000, before), costs.best_length(num_waiting))
+        assert costs.length(num_tokens - 1, before) < part <= costs.length(num_tokens, before)
     # What comes back from host memory is not counted as work, but what is there is attended to.
     kept = RequestView("kept", 0, 0, 39_000, num_kept_tokens=30_000)
     assert kept.num_likely_tokens == 9_000

@@ -237,7 +237,9 @@ def test_sized_steps_ends_a_step_where_more_would_make_others_wait() -> None:
         "b": 300,
     }
     assert tokens(planned(order, SizedSteps(lambda: StepCosts(overhead=50, arrivals_per_token=0.0)))) == {"a": 300}
-    assert tokens(planned(order, SizedSteps(lambda: StepCosts(overhead=50, arrivals_per_token=1.0)))) == {"a": 256}
+    often = SizedSteps(lambda: StepCosts(overhead=50, arrivals_per_token=1.0))  # steps of 256 tokens are best
+    assert tokens(planned([complete("a", 600)], often)) == {"a": 300}
+    assert tokens(planned([complete("a", 260)], often)) == {"a": 260}, "no step for a rest of four tokens"
     assert tokens(planned(order, SizedSteps(lambda: None))) == {"a": 300, "b": 300}
 
 

@@ -146,6 +146,20 @@ def test_the_best_length_of_a_step_costs_less_than_a_shorter_or_longer_one(num_w
     assert cost(best) < min(cost(0.9 * best), cost(1.1 * best))
 
 
+@pytest.mark.parametrize("num_waiting", [1, 4, 20])
+def test_a_prompt_in_even_parts_costs_less_than_in_fewer_or_more(num_waiting: int) -> None:
+    costs = StepCosts(overhead=570, arrivals_per_token=5e-5)
+    best = costs.best_length(num_waiting)
+    for length in (1, 300, 0.7 * best, 1.3 * best, 1.5 * best, 2.4 * best, 2.5 * best, 9.9 * best):
+
+        def cost(num_parts: int, length: float = length) -> float:
+            return num_waiting * costs.overhead * num_parts + costs.arrivals_per_token * length**2 / (2 * num_parts)
+
+        cheapest = min(range(1, 20), key=cost)
+        assert costs.even_part(length, best) == pytest.approx(length / cheapest)
+    assert costs.even_part(9_000, math.inf) == 9_000
+
+
 def test_a_step_may_be_of_any_length_if_no_request_arrives() -> None:
     assert StepCosts(overhead=570, arrivals_per_token=0.0).best_length(1) == math.inf
 

@@ -7,8 +7,8 @@ takes no processor time, and runs close in time meet the same machine. Each roun
 the servers in the other order. Every second round starts both anew, in the other order, after a server of vLLM that
 nobody asks: of three equal servers, the first to start computes the model a tenth slower than the others. So only a
 multiple of four rounds is fair. Both servers have the same arguments for the engine, and ours has a template that adds
-nothing, so that prompts are equal. Requests come at the same times, except where GuideLLM starts late and sends the
-first ones at once. The harnesses' own results are kept in `--keep`, and what is there is not repeated.
+nothing, so that prompts are equal. Requests come at the same times. The harnesses' own results are kept in `--keep`,
+and what is there is not repeated.
 """
 
 import argparse
@@ -38,8 +38,9 @@ from studies.servers import start_server
 NUM_REQUESTS, RATE, CONCURRENCY, NUM_INPUT, NUM_OUTPUT = 20, 0.5, 4, 256, 32
 MAX_RUNS = 3
 MORE_SEEDS = 1000  # between the seeds of repeated runs
-ONE_WORKER = {"GUIDELLM__MAX_WORKER_PROCESSES": "1"}
-"""Of several, each draws the same waiting times, so that it is chance when the next request comes."""
+FOR_GUIDELLM = {"GUIDELLM__MAX_WORKER_PROCESSES": "1", "GUIDELLM__SCHEDULER_START_DELAY_NON_DISTRIBUTED": "15"}
+"""Of several workers, each draws the same waiting times, so that it is chance when the next request comes. A worker
+that is not ready after the delay, one second by default, sends at once what was due meanwhile."""
 NAME = "harness-model"
 KV_BYTES = 1 << 30
 SERVERS = ("streamrag", "vllm")
@@ -221,7 +222,7 @@ def run_harness(name: str, program: str, urls: Mapping[str, str], model: Path, n
             results.mkdir(parents=True)
             command = make_command(program, url, model, number + repetition * MORE_SEEDS, results)
             with vllm_metadata() as more, (results / "output").open("w") as output:
-                environment = {**os.environ, **ONE_WORKER, **(more if program == sys.executable else {})}
+                environment = {**os.environ, **FOR_GUIDELLM, **(more if program == sys.executable else {})}
                 subprocess.run(
                     command, stdout=output, stderr=output, env=environment, check=True, timeout=300, cwd=results
                 )

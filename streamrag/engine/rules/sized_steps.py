@@ -28,32 +28,37 @@ class SizedSteps(TokenRule):
         self._length_left = self._limiting_costs.best_length(self.num_waiting) if self._limiting_costs else math.inf
 
     def most_tokens(self, candidate: Candidate) -> float:
-        """Return the tokens that fit the length left, at least 1; or close the step and return 0 if not worth it."""
+        """Return how many tokens to compute if the rest is cut into even parts of about the length left, at least 1; or
+        close the step and return 0 if they are not worth adding."""
         costs = self._limiting_costs
         if costs is None:
             return math.inf
-        num_present = candidate.num_present
-        num_tokens = max(costs.num_fitting(self._length_left, num_present), 1)
-        request = candidate.request
+        request, num_present = candidate.request, candidate.num_present
+        rest = costs.length(request.num_tokens - num_present, num_present)
+        part = costs.even_part(rest, self._length_left)
+        num_tokens = max(math.ceil(costs.num_fitting(part, num_present)), 1)
         if _is_awaited(request):
-            length = costs.length(int(min(candidate.num_tokens, num_tokens)), num_present)
+            length = costs.length(min(candidate.num_tokens, num_tokens), num_present)
             if not costs.is_worth_adding(length, self._num_ready_prompts, self._num_still_waiting):
                 candidate.walk.close(type(self).__name__)
                 return 0
         return num_tokens
 
     def on_grant(self, candidate: Candidate) -> None:
-        """Subtract a grant from the length left, and close the step when that is used up. Count an awaited prompt as no
-        longer waiting, and as ready if the grant completes it. Do nothing in a step without a limit."""
+        """Subtract a grant from the length left, and count an awaited prompt as no longer waiting, and as ready if the
+        grant completes it. Close the step when the length is used up, or behind a prompt that is cut: others would
+        only delay it. Do nothing in a step without a limit."""
         if self._limiting_costs is None:
             return
         request, num_present, num_tokens = candidate.request, candidate.num_present, candidate.num_allowed
+        is_ready = num_present + num_tokens == request.num_tokens
+        is_awaited = _is_awaited(request)
         self._length_left -= self._limiting_costs.length(num_tokens, num_present)
-        if self._length_left < 1:
+        if self._length_left < 1 or (is_awaited and not is_ready):
             candidate.walk.close(type(self).__name__)
-        if _is_awaited(request):
+        if is_awaited:
             self._num_still_waiting -= 1
-            self._num_ready_prompts += num_present + num_tokens == request.num_tokens
+            self._num_ready_prompts += is_ready
 
     def is_worth_putting_off(self, grants: Sequence[Grant]) -> bool:
         """Whether a step of `grants` is better planned when the step in flight has ended; see `StepCosts`.
