@@ -1,7 +1,7 @@
 """How many tokens of complete prompts a step should compute, learnt from past steps and from how often prompts arrive.
 
 A long step wastes less time, because each step has an overhead. A short step delays fewer requests, for less time:
-those that become complete while it computes, and those that are ready with it but wait for its end. Both costs are in
+those that become complete while it computes, and those in it that wait for what is behind them. Both costs are in
 tokens.
 
 `Pace` limits the tokens of partial prompts in a step, by the engine's speed and the next change of the prompt.
@@ -65,9 +65,12 @@ class StepCosts:
         ratio = length / best_length
         return length / max(math.ceil((math.sqrt(1 + 4 * ratio * ratio) - 1) / 2), 1)
 
-    def is_worth_adding(self, length: float, num_ready: int, num_waiting: float) -> bool:
-        """Whether to add `length` to a step: it delays `num_ready` prompts, and saves `num_waiting` one overhead."""
-        return num_ready * length <= self.overhead * num_waiting
+    def is_worth_adding(self, length: float, num_before: int, num_waiting: float) -> bool:
+        """Whether to add `length` to a step: it delays the prompts before it, and saves those that wait one overhead.
+
+        Of a prompt in several parts, each delays and saves a part of that: `length` is that of one step.
+        """
+        return num_before * length <= self.overhead * num_waiting
 
     def is_worth_putting_off(self, length: float, num_waiting: float) -> bool:
         """Whether to plan a step when the step in flight has ended, rather than now.

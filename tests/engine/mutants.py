@@ -473,7 +473,7 @@ MUTANTS = (
     Mutant(
         "who is ready with a step waits for all that fits into it",
         RULES + "sized_steps",
-        "if not costs.is_worth_adding(length, self._num_ready_prompts, self._num_still_waiting):",
+        "if not costs.is_worth_adding(in_one_step, self._num_added, self._num_waiting - self._num_added):",
         "if False:",
         0,  # as above
         "tests/engine/test_planning.py::test_a_request_that_a_step_completes_waits_little_more_than_the_overhead",
@@ -481,7 +481,7 @@ MUTANTS = (
     Mutant(
         "steps are as long as the budget, however many come",
         RULES + "sized_steps",
-        "self._limiting_costs.best_length(self.num_waiting) if self._limiting_costs else math.inf",
+        "costs.best_length(self._num_waiting) if costs else math.inf",
         "math.inf",
         0,  # as above
         "tests/engine/test_planning.py::test_a_long_prompt_is_cut_into_even_parts_where_others_come_often",
@@ -489,23 +489,23 @@ MUTANTS = (
     Mutant(
         "a step is as long whatever its tokens attend to",
         RULES + "sized_steps",
-        "costs.num_fitting(part, num_present)",
-        "part",
+        "costs.num_fitting(length, candidate.num_present)",
+        "length",
         0,  # as above
         "tests/engine/test_planning.py::test_a_step_has_fewer_tokens_behind_a_long_prompt",
     ),
     Mutant(
         "a step leaves a short rest of a prompt to the next one",
         RULES + "sized_steps",
-        "costs.even_part(rest, self._length_left)",
-        "min(rest, self._length_left)",
+        "costs.even_part(self._length + rest, self._best_length) - self._length",
+        "self._best_length - self._length",
         0,  # as above
         "tests/engine/test_planning.py::test_a_long_prompt_is_cut_into_even_parts_where_others_come_often",
     ),
     Mutant(
         "a long step of complete prompts is planned early",
         RULES + "sized_steps",
-        "return costs.is_worth_putting_off(length, self.num_waiting)",
+        "return costs.is_worth_putting_off(length, self._num_waiting)",
         "return False",
         0,  # as above
         "tests/engine/test_planning.py::test_a_long_step_of_complete_prompts_is_put_off_where_others_come_often",

@@ -276,6 +276,20 @@ def test_a_long_prompt_is_cut_into_even_parts_where_others_come_often() -> None:
     assert LEAST_TOKENS < 300
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_tokens"),
+    [
+        ((1_130, 142), [1_130, 142]),  # best are 1,228: a part of the second would need a step as well
+        ((1_900, 50), [950, 50]),  # best are 1,334; the short one delays nobody who is ready
+        ((1_130, 5_000), [1_130]),  # a part of the long one, 1,667, is not worth the first one's wait
+    ],
+)
+def test_a_step_has_even_parts_of_all_its_prompts(lengths: tuple[int, ...], num_tokens: list[int]) -> None:
+    order = [RequestView(str(i), i, i, length) for i, length in enumerate(lengths)]
+    limits = Limits(8_192, 8, step_costs=StepCosts(overhead=200, arrivals_per_token=8e-4))
+    assert [g.num_tokens for g in plan(order, list, limits, Blocks(10_000)).grants] == num_tokens
+
+
 def test_a_step_has_fewer_tokens_behind_a_long_prompt() -> None:
     costs = StepCosts(overhead=300, arrivals_per_token=1e-4, pair_cost=1e-4)
     limits = Limits(8_192, 8, step_costs=costs)

@@ -240,6 +240,9 @@ def test_sized_steps_ends_a_step_where_more_would_make_others_wait() -> None:
     often = SizedSteps(lambda: StepCosts(overhead=50, arrivals_per_token=1.0))  # steps of 256 tokens are best
     assert tokens(planned([complete("a", 600)], often)) == {"a": 300}
     assert tokens(planned([complete("a", 260)], often)) == {"a": 260}, "no step for a rest of four tokens"
+    looked_up = complete("a", num_computed_tokens=160, num_blocks=10)  # by a connector: nothing of it is computed yet
+    few = SizedSteps(lambda: StepCosts(overhead=50, arrivals_per_token=0.0))
+    assert tokens(planned([looked_up, *order[1:]], few))["b"] == 300
     assert tokens(planned(order, SizedSteps(lambda: None))) == {"a": 300, "b": 300}
 
 

@@ -168,10 +168,10 @@ def test_no_step_is_shorter_than_its_overhead() -> None:
     assert StepCosts(overhead=570, arrivals_per_token=1.0).best_length(1) == 570
 
 
-def test_a_prompt_joins_those_that_are_ready_if_that_saves_more_than_it_costs() -> None:
+def test_a_prompt_joins_others_in_a_step_if_that_saves_more_than_it_costs() -> None:
     costs = StepCosts(overhead=500, arrivals_per_token=1e-5)
-    assert costs.is_worth_adding(10_000, num_ready=0, num_waiting=1)  # nobody waits for it
-    assert costs.is_worth_adding(500, num_ready=1, num_waiting=1)
-    assert not costs.is_worth_adding(501, num_ready=1, num_waiting=1)
-    assert not costs.is_worth_adding(500, num_ready=2, num_waiting=1)
-    assert costs.is_worth_adding(1_000, num_ready=2, num_waiting=4)
+    assert costs.is_worth_adding(10_000, num_before=0, num_waiting=1)  # nobody waits for it
+    assert costs.is_worth_adding(500, num_before=1, num_waiting=1)
+    assert not costs.is_worth_adding(501, num_before=1, num_waiting=1)
+    assert not costs.is_worth_adding(500, num_before=2, num_waiting=1)
+    assert costs.is_worth_adding(1_000, num_before=2, num_waiting=4)

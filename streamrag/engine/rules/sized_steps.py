@@ -21,44 +21,38 @@ class SizedSteps(TokenRule):
     def start(self, walk: Walk) -> None:
         """Set the length to aim for: no limit while costs are unknown, or where no complete prompt waits."""
         costs = self._costs = self._estimate_costs()
-        self.num_waiting = 0.0 if costs is None else count_waiting(walk.prompts, costs)
+        self._num_waiting = 0.0 if costs is None else count_waiting(walk.prompts, costs)
         # A step for which no complete prompt waits is as long as the other rules allow.
-        self._limiting_costs = costs if self.num_waiting else None
-        self._num_ready_prompts, self._num_still_waiting = 0, self.num_waiting
-        self._length_left = self._limiting_costs.best_length(self.num_waiting) if self._limiting_costs else math.inf
+        self._limiting_costs = costs if self._num_waiting else None
+        self._num_added = 0  # awaited prompts
+        self._length, self._best_length = 0.0, costs.best_length(self._num_waiting) if costs else math.inf
 
     def most_tokens(self, candidate: Candidate) -> float:
-        """Return how many tokens to compute if the rest is cut into even parts of about the length left, at least 1; or
-        close the step and return 0 if they are not worth adding."""
-        costs = self._limiting_costs
-        if costs is None:
+        """Return how many tokens the step should have of the request; if none, end it."""
+        costs, request = self._limiting_costs, candidate.request
+        if costs is None or candidate.num_present == request.num_tokens:  # the latter while a connector looks it up
             return math.inf
-        request, num_present = candidate.request, candidate.num_present
-        rest = costs.length(request.num_tokens - num_present, num_present)
-        part = costs.even_part(rest, self._length_left)
-        num_tokens = max(math.ceil(costs.num_fitting(part, num_present)), 1)
-        if _is_awaited(request):
-            length = costs.length(min(candidate.num_tokens, num_tokens), num_present)
-            if not costs.is_worth_adding(length, self._num_ready_prompts, self._num_still_waiting):
-                candidate.walk.close(type(self).__name__)
-                return 0
-        return num_tokens
+        length = self._awaited_length(candidate, costs) if _is_awaited(request) else self._best_length - self._length
+        if length <= 0:
+            candidate.walk.close(type(self).__name__)
+            return 0
+        return length if length == math.inf else math.ceil(costs.num_fitting(length, candidate.num_present))
+
+    def _awaited_length(self, candidate: Candidate, costs: StepCosts) -> float:
+        """Return the length that makes the step one of the even parts of what it has and all of this prompt; 0 or less
+        if the step is full, or if the prompts in it would wait for this one too long."""
+        num_present = candidate.num_present
+        rest = costs.length(candidate.request.num_tokens - num_present, num_present)
+        in_one_step = min(costs.even_part(rest, self._best_length), costs.length(candidate.num_tokens, num_present))
+        if not costs.is_worth_adding(in_one_step, self._num_added, self._num_waiting - self._num_added):
+            return 0
+        return costs.even_part(self._length + rest, self._best_length) - self._length
 
     def on_grant(self, candidate: Candidate) -> None:
-        """Subtract a grant from the length left, and count an awaited prompt as no longer waiting, and as ready if the
-        grant completes it. Close the step when the length is used up, or behind a prompt that is cut: others would
-        only delay it. Do nothing in a step without a limit."""
-        if self._limiting_costs is None:
-            return
-        request, num_present, num_tokens = candidate.request, candidate.num_present, candidate.num_allowed
-        is_ready = num_present + num_tokens == request.num_tokens
-        is_awaited = _is_awaited(request)
-        self._length_left -= self._limiting_costs.length(num_tokens, num_present)
-        if self._length_left < 1 or (is_awaited and not is_ready):
-            candidate.walk.close(type(self).__name__)
-        if is_awaited:
-            self._num_still_waiting -= 1
-            self._num_ready_prompts += is_ready
+        """Add a grant to the step, unless the step has no limit or the grant is empty."""
+        if self._limiting_costs is not None and candidate.num_allowed:
+            self._length += self._limiting_costs.length(candidate.num_allowed, candidate.num_present)
+            self._num_added += _is_awaited(candidate.request)
 
     def is_worth_putting_off(self, grants: Sequence[Grant]) -> bool:
         """Whether a step of `grants` is better planned when the step in flight has ended; see `StepCosts`.
@@ -69,7 +63,7 @@ class SizedSteps(TokenRule):
         if costs is None:
             return False
         length = sum(costs.length(g.num_tokens, g.request.num_tokens - g.request.num_likely_tokens) for g in grants)
-        return costs.is_worth_putting_off(length, self.num_waiting)
+        return costs.is_worth_putting_off(length, self._num_waiting)
 
 
 def _is_awaited(request: RequestView) -> bool:
