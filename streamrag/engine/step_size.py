@@ -1,8 +1,7 @@
 """How many tokens of complete prompts a step should compute, learnt from past steps and from how often prompts arrive.
 
 A long step wastes less time, because each step has an overhead. A short step delays fewer requests, for less time:
-those that become complete while it computes, and those in it that wait for what is behind them. Both costs are in
-tokens.
+those that become complete while it computes, and those in it that wait for what is behind them. Both cost tokens.
 
 `Pace` limits the tokens of partial prompts in a step, by the engine's speed and the next change of the prompt.
 """
@@ -58,26 +57,18 @@ class StepCosts:
         return max(math.sqrt(2 * self.overhead * num_waiting / self.arrivals_per_token), self.overhead, LEAST_TOKENS)
 
     def even_part(self, length: float, best_length: float) -> float:
-        """Return the length of the equal parts in which to compute `length`: the last must not be a short rest.
-
-        One part more costs an overhead and shortens all. k parts are best for up to `best_length` sqrt(k (k + 1)).
-        """
+        """Return the length of the equal parts that cost least: k parts for up to `best_length` sqrt(k (k + 1))."""
         ratio = length / best_length
         return length / max(math.ceil((math.sqrt(1 + 4 * ratio * ratio) - 1) / 2), 1)
 
     def is_worth_adding(self, length: float, num_before: int, num_waiting: float) -> bool:
-        """Whether to add `length` to a step: it delays the prompts before it, and saves those that wait one overhead.
-
-        Of a prompt in several parts, each delays and saves a part of that: `length` is that of one step.
-        """
+        """Whether to add `length` to a step: it delays the prompts before it, and saves those waiting one overhead."""
         return num_before * length <= self.overhead * num_waiting
 
     def is_worth_putting_off(self, length: float, num_waiting: float) -> bool:
-        """Whether to plan a step when the step in flight has ended, rather than now.
-
-        Prompts that become complete meanwhile, `arrivals` times `length` of them, can then join the step instead of
-        waiting for its end. Waiting prompts lose the time in which the device is idle, at most one overhead each.
-        """
+        """Whether to plan a step when the step in flight has ended, rather than now: prompts that become complete until
+        then, `arrivals` times `length` of them, can join it instead of waiting for its end, but waiting prompts lose
+        the time in which the device is idle, at most one overhead each."""
         return self.arrivals_per_token * length * length >= self.overhead * num_waiting
 
 

@@ -39,8 +39,8 @@ class SizedSteps(TokenRule):
         return length if length == math.inf else math.ceil(costs.num_fitting(length, candidate.num_present))
 
     def _awaited_length(self, candidate: Candidate, costs: StepCosts) -> float:
-        """Return the length that makes the step one of the even parts of what it has and all of this prompt; 0 or less
-        if the step is full, or if the prompts in it would wait for this one too long."""
+        """Return the length that makes the step one of the even parts of what it has and all of this prompt, so that no
+        step is left for a short rest; 0 or less if it is full, or if the prompts in it would wait for too long."""
         num_present = candidate.num_present
         rest = costs.length(candidate.request.num_tokens - num_present, num_present)
         in_one_step = min(costs.even_part(rest, self._best_length), costs.length(candidate.num_tokens, num_present))
@@ -55,10 +55,8 @@ class SizedSteps(TokenRule):
             self._num_added += _is_awaited(candidate.request)
 
     def is_worth_putting_off(self, grants: Sequence[Grant]) -> bool:
-        """Whether a step of `grants` is better planned when the step in flight has ended; see `StepCosts`.
-
-        Depends on its length and on how many requests wait. False while costs are unknown.
-        """
+        """Whether a step of `grants` is better planned when the step in flight has ended, by its length and by how many
+        requests wait; see `StepCosts`. False while costs are unknown."""
         costs = self._costs
         if costs is None:
             return False

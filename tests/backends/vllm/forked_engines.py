@@ -10,11 +10,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
-from multiprocessing.forkserver import set_forkserver_preload
+from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 from multiprocessing.popen_forkserver import Popen as ForkedPopen
 from multiprocessing.popen_spawn_posix import Popen as SpawnedPopen
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -43,9 +44,17 @@ def make_forking_config(model: str, engine_args: Mapping[str, Any]) -> Any:
 
 
 def start(process: Any) -> Any:
-    """Start a process, as `SpawnProcess._Popen` does, but fork it if it is an engine's."""
+    """Start a process, as `SpawnProcess._Popen` does, but fork it if it is an engine's.
+
+    The server does not get the temporary folder of the engine with which it starts: simulated cells are forked from it
+    too, when that folder is gone.
+    """
     if not process.name.startswith("EngineCore"):
         return SpawnedPopen(process)
+    with mock.patch.dict(os.environ):
+        for name in ("TMPDIR", "VLLM_RPC_BASE_PATH"):
+            os.environ.pop(name, None)
+        ensure_running()
     process._target = InThisPlace(process._target)
     return ForkedPopen(process)
 

@@ -321,7 +321,7 @@ def test_a_prompt_that_starts_computes_no_more_than_planned(bench: Make, is_asyn
     b.scheduler.plugin.estimates.step_costs = long_steps_seldom()
     b.plain("long", 1_500)
     b.step()
-    assert b.scheduler.requests["long"].num_computed_tokens == 256
+    assert b.scheduler.requests["long"].num_computed_tokens == 250  # a sixth; steps of 256 tokens are best
     b.run()
     at_once = bench(max_num_batched_tokens=2_000, num_blocks=1_000, max_model_len=4_000, is_async=is_async)
     at_once.plain("long", 1_500)
