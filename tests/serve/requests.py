@@ -38,7 +38,10 @@ FINISH = {"type": "finish"}
 QUESTION = {"type": "commit", "id": "q", "question": "Where is it?"}
 CANCEL = {"type": "cancel", "id": "q"}
 OPEN_FRAME = {"type": "open", "id": "q", "history": [USER]}
-HAS_ENDED = ("answered", "cancelled", "appended", "response.completed", "response.incomplete", "error")
+HAS_ENDED = (
+    *("answered", "cancelled", "appended", "error"),
+    *("response.completed", "response.incomplete", "response.failed"),
+)
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,9 @@ class Sender:
                 await connection.send(frame)
             while (told := json.loads(await connection.recv()))["type"] not in HAS_ENDED:
                 pass
+            if told["type"] == "response.failed":  # which says in words only that the deadline passed
+                message = told["response"]["error"]["message"]
+                return Outcome(504, "deadline_exceeded" if "deadline" in message else None, message=message)
             return failed(told["status"], told["error"]) if told["type"] == "error" else Outcome(200)
 
 
