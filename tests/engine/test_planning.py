@@ -280,7 +280,7 @@ def test_a_long_prompt_is_cut_into_even_parts_where_others_come_often() -> None:
     ("lengths", "num_tokens"),
     [
         ((1_130, 142), [1_130, 142]),  # best are 1,228: a part of the second would need a step as well
-        ((1_900, 50), [950, 50]),  # best are 1,334; the short one delays nobody who is ready
+        ((1_900, 50), [950, 50]),  # best are 1,334; the short one delays the long one little
         ((1_130, 5_000), [1_130]),  # a part of the long one, 1,667, is not worth the first one's wait
     ],
 )

@@ -38,10 +38,8 @@ FINISH = {"type": "finish"}
 QUESTION = {"type": "commit", "id": "q", "question": "Where is it?"}
 CANCEL = {"type": "cancel", "id": "q"}
 OPEN_FRAME = {"type": "open", "id": "q", "history": [USER]}
-HAS_ENDED = (
-    *("answered", "cancelled", "appended", "error"),
-    *("response.completed", "response.incomplete", "response.failed"),
-)
+RESPONSE_HAS_ENDED = ("response.completed", "response.incomplete", "response.failed")
+HAS_ENDED = ("answered", "cancelled", "appended", "error", *RESPONSE_HAS_ENDED)
 
 
 @dataclass(frozen=True)
