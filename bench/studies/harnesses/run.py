@@ -38,8 +38,9 @@ from studies.servers import start_server
 NUM_REQUESTS, RATE, CONCURRENCY, NUM_INPUT, NUM_OUTPUT = 20, 0.5, 4, 256, 32
 MAX_RUNS = 6
 MORE_SEEDS = 1000  # between the seeds of repeated runs
-ONE_WORKER = {"GUIDELLM__MAX_WORKER_PROCESSES": "1"}
-"""Of several, each draws the same waiting times, so that it is chance when the next request comes."""
+FOR_GUIDELLM = {"GUIDELLM__MAX_WORKER_PROCESSES": "1", "GUIDELLM__SCHEDULER_START_DELAY_NON_DISTRIBUTED": "15"}
+"""Of several workers, each draws the same waiting times, so that it is chance when the next request comes. A worker
+starts for up to 8 s with a core of its own; after GuideLLM's own delay, of 1 s, the servers would have the other."""
 NAME = "harness-model"
 KV_BYTES = 1 << 30
 SERVERS = ("streamrag", "vllm")
@@ -227,7 +228,7 @@ def run_harness(name: str, program: str, urls: Mapping[str, str], model: Path, n
             results.mkdir(parents=True)
             command = make_command(program, url, model, number + repetition * MORE_SEEDS, results)
             with vllm_metadata() as more, (results / "output").open("w") as output:
-                environment = {**os.environ, **ONE_WORKER, **(more if program == sys.executable else {})}
+                environment = {**os.environ, **FOR_GUIDELLM, **(more if program == sys.executable else {})}
                 subprocess.run(
                     command, stdout=output, stderr=output, env=environment, check=True, timeout=300, cwd=results
                 )
