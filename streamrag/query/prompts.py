@@ -9,6 +9,7 @@ from math import inf, isfinite
 from typing import Any, TypeVar
 
 from streamrag.core import Append, Chunk, CutShort, Hint, ModelInfo, Prompt, Skipped, SourceEvent, Update, part_name
+from streamrag.core.relevance import Relevance
 from streamrag.core.retrieval import with_timeouts
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import SourceError, StreamRagError
@@ -16,7 +17,6 @@ from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.context import Context, passage_key
 from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
 from streamrag.query.options import Query
-from streamrag.query.relevance import Relevance
 from streamrag.query.state import QueryState
 from streamrag.support.messages import message_of
 from streamrag.telemetry import (

@@ -22,11 +22,11 @@ from streamrag import (
 )
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import SourceEvent
+from streamrag.core.relevance import Relevance
 from streamrag.errors import ConfigurationError
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.budget import PassageBudget
 from streamrag.query.options import QueryOptions
-from streamrag.query.relevance import Relevance
 from streamrag.telemetry import ChunksLeftOut, ChunksShortened
 from streamrag.testing import ScriptedBackend, ScriptedSource
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from urllib.parse import unquote, urlsplit
 
+from streamrag.core.relevance import bm25, fitting
 from streamrag.core.text import Stem, TextPassage, relevant_terms, terms, words
-from streamrag.query.relevance import bm25, fitting
 
 MAX_STEMS = 10_000  # distinct words of a page to stem: takes half a second, and is enough for a book
 MIN_REPEATED_CHARS = 40  # shorter paragraphs ("Example:") may be repeated

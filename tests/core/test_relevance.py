@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrag import Append, Chunk, Pipeline, Update
+from streamrag.core import relevance
+from streamrag.core.relevance import Relevance
 from streamrag.core.text import TextPassage, split_markdown
-from streamrag.query import relevance
-from streamrag.query.relevance import Relevance
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 QUESTION = "How do I cancel a task group?"
