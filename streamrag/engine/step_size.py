@@ -69,7 +69,7 @@ class StepCosts:
         """Whether to plan a step when the step in flight has ended, rather than now: prompts that become complete until
         then, `arrivals` times `length` of them, can join it instead of waiting for its end, but waiting prompts lose
         the time in which the device is idle, at most one overhead each."""
-        return self.arrivals_per_token * length * length >= self.overhead * num_waiting
+        return self.arrivals_per_token * length * length > self.overhead * num_waiting
 
 
 class StepCostEstimator:

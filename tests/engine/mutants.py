@@ -497,10 +497,26 @@ MUTANTS = (
     Mutant(
         "a step leaves a short rest of a prompt to the next one",
         RULES + "sized_steps",
-        "costs.even_part(self._length + rest, self._best_length) - self._length",
+        "costs.even_part(length + rest, self._best_length) - length",
         "self._best_length - self._length",
         0,  # as above
         "tests/engine/test_planning.py::test_a_long_prompt_is_cut_into_even_parts_where_others_come_often",
+    ),
+    Mutant(
+        "partial prompts fill a step before a complete one has its part",
+        RULES + "sized_steps",
+        "length = self._length if self._num_added else 0.0",
+        "length = self._length",
+        0,  # as above
+        "tests/engine/test_planning.py::test_a_prompt_gets_its_part_of_a_step_that_others_have_filled",
+    ),
+    Mutant(
+        "some answers have no next token in a short step",
+        RULES + "sized_steps",
+        "candidate.num_present >= request.num_tokens - 1",
+        "candidate.num_present == request.num_tokens",
+        0,  # as above
+        "tests/engine/test_planning.py::test_every_answer_has_its_next_token_in_a_short_step",
     ),
     Mutant(
         "a long step of complete prompts is planned early",

@@ -1,5 +1,6 @@
 """What a plan promises, whatever the requests and the policy."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -290,6 +291,31 @@ def test_a_step_has_even_parts_of_all_its_prompts(lengths: tuple[int, ...], num_
     assert [g.num_tokens for g in plan(order, list, limits, Blocks(10_000)).grants] == num_tokens
 
 
+AHEAD = [
+    [RequestView("partial", 0, 0, 30_000, is_complete=False)],
+    [RequestView("preempted", 0, 0, 30_000, has_output=True)],
+    [RequestView(f"partial{i}", 0, 0, 2_000, is_complete=False) for i in range(4)],
+]
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("num_tokens", [200, 900, 2_000])
+def test_a_prompt_gets_its_part_of_a_step_that_others_have_filled(ahead: list[RequestView], num_tokens: int) -> None:
+    order, costs = [*ahead, RequestView("awaited", 9, 9, num_tokens)], StepCosts(overhead=570, arrivals_per_token=1e-3)
+    made = plan(order, list, Limits(8_192, 8, num_partial_tokens=2_048, step_costs=costs), Blocks(100_000))
+    num_coming = costs.arrivals_per_token * num_tokens
+    part = math.ceil(costs.even_part(num_tokens, costs.best_length(1 + num_coming)))
+    assert made.grants[-1].request is order[-1]
+    assert made.grants[-1].num_tokens == part
+
+
+def test_every_answer_has_its_next_token_in_a_short_step() -> None:
+    answers = [RequestView(f"a{i}", 0, 0, 301, 300, 19, has_output=True, is_running=True) for i in range(300)]
+    order = [*answers, RequestView("awaited", 9, 9, 400)]
+    made = plan(order, list, Limits(8_192, 512, step_costs=StepCosts(20, 1e-3)), Blocks(10_000))
+    assert [grant.request for grant in made.grants] == order
+
+
 def test_a_step_has_fewer_tokens_behind_a_long_prompt() -> None:
     costs = StepCosts(overhead=300, arrivals_per_token=1e-4, pair_cost=1e-4)
     limits = Limits(8_192, 8, step_costs=costs)
@@ -321,6 +347,8 @@ def test_a_long_step_of_complete_prompts_is_put_off_where_others_come_often() ->
     assert not is_put_off(long, costs=seldom)
     assert not is_put_off(long, num_ahead=1), "who reads an answer waits for its next token"
     assert not is_put_off(*(long._replace(request_id=str(i)) for i in range(40))), "many wait, and a step is full"
+    assert not is_put_off(long._replace(has_output=True)), "its answer is being read"
+    assert not is_put_off(long, costs=StepCosts(overhead=0, arrivals_per_token=0)), "nobody comes"
 
 
 def test_a_plan_that_can_do_nothing_is_not_put_off() -> None:

@@ -22,31 +22,32 @@ class SizedSteps(TokenRule):
         """Set the length to aim for: no limit while costs are unknown, or where no complete prompt waits."""
         costs = self._costs = self._estimate_costs()
         self._num_waiting = 0.0 if costs is None else count_waiting(walk.prompts, costs)
-        # A step for which no complete prompt waits is as long as the other rules allow.
         self._limiting_costs = costs if self._num_waiting else None
         self._num_added = 0  # awaited prompts
         self._length, self._best_length = 0.0, costs.best_length(self._num_waiting) if costs else math.inf
 
     def most_tokens(self, candidate: Candidate) -> float:
-        """Return how many tokens the step should have of the request; if none, end it."""
+        """Return how many tokens the step should have of the request; if none, end it behind an awaited prompt."""
         costs, request = self._limiting_costs, candidate.request
-        if costs is None or candidate.num_present == request.num_tokens:  # the latter while a connector looks it up
+        if costs is None or candidate.num_present >= request.num_tokens - 1:  # an answer's next token, or a lookup
             return math.inf
         length = self._awaited_length(candidate, costs) if _is_awaited(request) else self._best_length - self._length
         if length <= 0:
-            candidate.walk.close(type(self).__name__)
+            if self._num_added:
+                candidate.walk.close(type(self).__name__)
             return 0
         return length if length == math.inf else math.ceil(costs.num_fitting(length, candidate.num_present))
 
     def _awaited_length(self, candidate: Candidate, costs: StepCosts) -> float:
-        """Return the length that makes the step one of the even parts of what it has and all of this prompt, so that no
-        step is left for a short rest; 0 or less if it is full, or if the prompts in it would wait for too long."""
+        """Return the length that makes the step one of the even parts of what it has and all of this prompt, or of this
+        prompt if it is the first awaited one; 0 or less if others in the step would wait for too long."""
         num_present = candidate.num_present
         rest = costs.length(candidate.request.num_tokens - num_present, num_present)
         in_one_step = min(costs.even_part(rest, self._best_length), costs.length(candidate.num_tokens, num_present))
         if not costs.is_worth_adding(in_one_step, self._num_added, self._num_waiting - self._num_added):
             return 0
-        return costs.even_part(self._length + rest, self._best_length) - self._length
+        length = self._length if self._num_added else 0.0
+        return costs.even_part(length + rest, self._best_length) - length
 
     def on_grant(self, candidate: Candidate) -> None:
         """Add a grant to the step, unless the step has no limit or the grant is empty."""
@@ -56,9 +57,9 @@ class SizedSteps(TokenRule):
 
     def is_worth_putting_off(self, grants: Sequence[Grant]) -> bool:
         """Whether a step of `grants` is better planned when the step in flight has ended, by its length and by how many
-        requests wait; see `StepCosts`. False while costs are unknown."""
+        prompts wait; see `StepCosts`. False while costs are unknown, and where only answers are read."""
         costs = self._costs
-        if costs is None:
+        if costs is None or not self._num_waiting:
             return False
         length = sum(costs.length(g.num_tokens, g.request.num_tokens - g.request.num_likely_tokens) for g in grants)
         return costs.is_worth_putting_off(length, self._num_waiting)
