@@ -1044,8 +1044,8 @@ MUTANTS = (
         EXECUTOR,
         "request.num_free_when_left = num_free\n",
         "pass\n",
-        1,
-        first=FIRST_TRANSFER + 4_190,
+        120,
+        first=FIRST_TRANSFER + 22_720,
     ),
     Mutant(
         "what a connector still looks up is granted tokens again and again",
