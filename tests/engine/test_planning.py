@@ -445,6 +445,12 @@ def test_data_that_lack_only_reserved_blocks_wait_if_no_other_request_goes_on() 
     assert waiting([data("data"), made_view("asked", num_tokens=16)], 9) == ["data"]
 
 
+def test_a_prompt_that_waits_for_its_load_claims_no_memory() -> None:
+    absent, loaded = RequestView("absent", 0, 0, 96, num_cached_tokens=96), RequestView("loaded", 1, 1, 97, 96, 6)
+    made = plan([absent, loaded], list, Limits(100, 8, budget=KvBudgetLeft(7, False)), Blocks(10))
+    assert [(g.request, g.num_tokens, g.num_blocks_claimed) for g in made.grants] == [(absent, 0, None), (loaded, 1, 7)]
+
+
 def test_data_of_one_session_have_an_equal_share_of_a_step_within_their_bounds() -> None:
     limits = Limits(8_192, 64, max_data_tokens=1_024)
     long = data("long", num_tokens=9_000)

@@ -120,7 +120,7 @@ class KvBudget(Rule):
 
     def ask(self, candidate: Candidate) -> Wait | None:
         """Set what `candidate` claims; once a claim does not fit beside others, return `YIELD` to all without one."""
-        if candidate.request.has_claim:
+        if candidate.request.has_claim or not candidate.num_tokens:  # the latter while a connector has yet to load it
             return None
         if not self._is_over:
             candidate.num_blocks_claimed = _num_blocks_until_end(candidate)

@@ -103,6 +103,7 @@ class PlanExecutor:
                 # Without memory for its load, vLLM leaves a request where it was, and its grant would starve others.
                 if is_left and not is_looked_up and request.request_id in granted:
                     request.num_free_when_left = num_free
+                    self.claims.release(request)
                 elif not is_left or num_free > request.num_free_when_left:
                     request.num_free_when_left = NEVER_LEFT
                 request.awaits_connector = is_left and (is_looked_up or request.num_free_when_left != NEVER_LEFT)

@@ -1,6 +1,7 @@
 """The scheduler beside a KV connector that is not ours and may load KV, as LMCache's does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -161,6 +162,55 @@ def test_a_request_that_is_looked_up_takes_nothing_from_running_ones(bench: Make
     b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (0, False)
     b.run()
     assert b.tokens("slow") == b.fresh_answer(list(range(100, 140)))
+
+
+@contextmanager
+def no_memory_for(b: Any, request_id: str) -> Iterator[None]:
+    """Within the context, vLLM finds no KV blocks for that request."""
+    allocate = b.scheduler.kv_cache_manager.allocate_slots
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            b.scheduler.kv_cache_manager,
+            "allocate_slots",
+            lambda request, *rest, **more: (
+                None if request.request_id == request_id else allocate(request, *rest, **more)
+            ),
+        )
+        yield
+
+
+def test_a_load_without_memory_takes_nothing_from_running_ones_and_claims_nothing(bench: Make) -> None:
+    b = connected(bench, num_blocks=400, streamrag={"policy": "lcas", "kv_budget": 0.5})  # the newest first
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (
+        (36, True) if request.request_id == "load" else (0, False)
+    )
+    with no_memory_for(b, "load"):
+        b.plain("long", 60)
+        b.step()
+        b.engine.now_s += 1
+        b.plain("load", 40, first=100)
+        for num_computed in (16, 32, 48):  # first it has the step's tokens, before vLLM finds no memory for it
+            b.step()
+            assert b.scheduler.requests["long"].num_computed_tokens == num_computed
+            assert b.scheduler.requests["load"].num_blocks_claimed is None
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (0, False)
+    b.run()
+    assert b.tokens("load") == b.fresh_answer(list(range(100, 140)))
+
+
+def test_a_loaded_prompt_does_not_wait_behind_a_load_without_memory(bench: Make) -> None:
+    b = connected(bench, num_blocks=400, max_num_batched_tokens=64, streamrag={"policy": "lcas"})
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (36, True)
+    b.plain("loaded", 40)
+    b.step()
+    b.runner.loaded = frozenset({"loaded"})
+    b.step()
+    b.engine.now_s += 1
+    b.plain("load", 40, first=100)
+    with no_memory_for(b, "load"):
+        assert b.scheduler.schedule().num_scheduled_tokens == {"loaded": 4}
+    for name in ("loaded", "load"):
+        b.engine.abort(name)
 
 
 def test_loads_between_steps_take_neither_tokens_nor_slots(bench: Make) -> None:
