@@ -66,8 +66,8 @@ class StepCosts:
         return num_before * length <= self.overhead * num_waiting
 
     def is_worth_putting_off(self, length: float, num_waiting: float) -> bool:
-        """Whether to plan a step when the one in flight has ended, not now: `arrivals` times `length` prompts, complete
-        until then, need not wait for its end, but those that wait now lose at most one overhead each."""
+        """Whether to plan a step when the one in flight has ended, not now: prompts that are complete by then,
+        `arrivals` times `length`, can join it, but those that wait now lose at most one overhead each."""
         return self.arrivals_per_token * length * length > self.overhead * num_waiting
 
 

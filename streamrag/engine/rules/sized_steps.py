@@ -20,15 +20,15 @@ class SizedSteps(TokenRule):
 
     def start(self, walk: Walk) -> None:
         """Set the length to aim for: no limit while costs are unknown, or where no complete prompt waits."""
-        costs = self._costs = self._estimate_costs()
+        costs = self._estimate_costs()
         self._num_waiting = 0.0 if costs is None else count_waiting(walk.prompts, costs)
-        self._limiting_costs = costs if self._num_waiting else None
+        self._costs = costs if self._num_waiting else None
         self._num_added = 0  # awaited prompts
         self._length, self._best_length = 0.0, costs.best_length(self._num_waiting) if costs else math.inf
 
     def most_tokens(self, candidate: Candidate) -> float:
         """Return how many tokens the step should have of the request; if none, end it behind an awaited prompt."""
-        costs, request = self._limiting_costs, candidate.request
+        costs, request = self._costs, candidate.request
         if costs is None or candidate.num_present >= request.num_tokens - 1:  # an answer's next token, or a lookup
             return math.inf
         length = self._awaited_length(candidate, costs) if _is_awaited(request) else self._best_length - self._length
@@ -51,15 +51,15 @@ class SizedSteps(TokenRule):
 
     def on_grant(self, candidate: Candidate) -> None:
         """Add a grant to the step, unless the step has no limit or the grant is empty."""
-        if self._limiting_costs is not None and candidate.num_allowed:
-            self._length += self._limiting_costs.length(candidate.num_allowed, candidate.num_present)
+        if self._costs is not None and candidate.num_allowed:
+            self._length += self._costs.length(candidate.num_allowed, candidate.num_present)
             self._num_added += _is_awaited(candidate.request)
 
     def is_worth_putting_off(self, grants: Sequence[Grant]) -> bool:
         """Whether a step of `grants` is better planned when the step in flight has ended, by its length and by how many
         prompts wait; see `StepCosts`. False while costs are unknown, and where only answers are read."""
         costs = self._costs
-        if costs is None or not self._num_waiting:
+        if costs is None:
             return False
         length = sum(costs.length(g.num_tokens, g.request.num_tokens - g.request.num_likely_tokens) for g in grants)
         return costs.is_worth_putting_off(length, self._num_waiting)
